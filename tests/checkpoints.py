@@ -96,7 +96,7 @@ def make(folder: Path, name: str, *, dtype: Any = np.float32, seed: int = 0) -> 
 
 
 def reference_logits(config: dict[str, Any], weights: dict[str, Array], tokens: Array) -> Array:
-    """float64 logits [tokens, vocab] of one sequence from its first token on: every formula once more, the slow way."""
+    """float64 logits [tokens, vocab] of one sequence from its first token on: every formula again, written the slow way."""
     w = {key: value.astype(np.float64) for key, value in weights.items()}
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     count, layers = len(tokens), config["num_hidden_layers"]

@@ -25,9 +25,9 @@ hypothesis.settings.register_profile("ptx", deadline=None, print_blob=True, max_
 hypothesis.settings.load_profile(os.environ.get("PAGODA_HYPOTHESIS", "default"))
 
 DEVICES = ["cpu", "emulated", "ptx", "streamed", "divided", "copied", "cuda"]
-"""What `--device` may be. emulated: kernels run on the CPU, and arrays of NumPy are arrays of the device. ptx: the same, of
-kernels as NVRTC compiles them. streamed: emulated, with a ring so small that every cache has one. divided: and with a part
-for the CPU. cuda: a GPU, which arrays are copied to and from. copied: the emulated device in the place of the GPU."""
+"""Values of `--device`. emulated: kernels run on the CPU, and NumPy arrays are device arrays. ptx: the same with kernels
+compiled by NVRTC. streamed: emulated, with a ring so small that every cache has one. divided: as streamed, and the CPU takes
+a share. cuda: a GPU; arrays are copied to it and back. copied: as cuda, with the emulated device in place of the GPU."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,14 +36,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":
-        # A new shape of attention takes a compiler two seconds, and by way of PTX eight.
+        # Compiling a new shape of attention takes two seconds, and eight by way of PTX.
         hypothesis.settings.load_profile("ptx" if config.getoption("--device") == "ptx" else "device")
     if config.getoption("--device") == "cuda" and (lack := cuda.lack()):
         raise pytest.UsageError(f"--device=cuda: {lack.found}; {lack.remedy}")
 
 
 def pytest_runtest_logfinish() -> None:
-    """A GPU that a kernel has broken is so for good, to its process: ends one of pytest-xdist, which begins another."""
+    """Ends a pytest-xdist worker whose GPU context a kernel has broken, which is permanent; xdist starts a new worker."""
     runtime = sys.modules["cupy"].cuda.runtime if "cupy" in sys.modules else None
     if runtime is not None and "PYTEST_XDIST_WORKER" in os.environ:
         try:
@@ -55,9 +55,9 @@ def pytest_runtest_logfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Caches are on the device that `--device` names: every test of the API runs on each, with arrays of NumPy.
+    """Puts caches on the device that `--device` names, so that API tests run on any of them, with NumPy arrays.
 
-    Tests marked `gpu` name a GPU themselves, and have arrays on it.
+    Tests marked `gpu` choose a GPU themselves and use arrays on it.
     """
     kind = "cpu" if request.node.get_closest_marker("gpu") else request.config.getoption("--device")
     emulated: list[EmulatedDriver] = []
@@ -85,13 +85,13 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def _nothing_kept(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What was measured of the user's machine decides nothing in tests."""
+    """Keeps earlier measurements of the user's machine from influencing tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that has to refuse its arguments, in one line and nothing else; returns what follows "pagoda: "."""
+    """Runs a command that must refuse its arguments, with exactly one line of output; returns the text after "pagoda: "."""
 
     def run(*arguments: str) -> str:
         assert main(arguments) == 2
@@ -104,26 +104,26 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest) -> bool:
-    """Whether caches are on an emulated device: attention takes it a thousand times as long."""
+    """Whether caches are on an emulated device, where attention takes a thousand times as long."""
     return request.config.getoption("--device") in ("emulated", "ptx", "streamed", "divided")
 
 
 @pytest.fixture
 def on_cpu(request: pytest.FixtureRequest) -> bool:
-    """Whether caches are on the CPU, where a step takes least."""
+    """Whether caches are on the CPU, where steps are fastest."""
     return bool(request.config.getoption("--device") == "cpu")
 
 
 @pytest.fixture
 def names_the_cpu(request: pytest.FixtureRequest) -> None:
-    """Of a test that chooses the CPU itself: once is enough."""
+    """For tests that choose the CPU themselves: skips them under other devices, as one run is enough."""
     if request.config.getoption("--device") != "cpu":
         pytest.skip("runs on the CPU, whatever --device says")
 
 
 @pytest.fixture(autouse=True)
 def _gpu_or_skip(request: pytest.FixtureRequest) -> None:
-    """Skips a test marked `gpu` where there is none, unless PAGODA_REQUIRE_GPU=1 says that there must be."""
+    """Skips a test marked `gpu` if there is no GPU; with PAGODA_REQUIRE_GPU=1 it fails."""
     if request.node.get_closest_marker("gpu") is None:
         return
     lack = cuda.lack()

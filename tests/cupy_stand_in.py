@@ -28,7 +28,7 @@ DEVICE_BYTES = 64 << 20
 CAPTURE_UNSUPPORTED = 900
 """cudaErrorStreamCaptureUnsupported."""
 STATIC_SHARED_BYTES = 48 << 10
-"""Dynamic shared memory of a launch, unless a kernel has been allowed more or less."""
+"""Limit of a launch's dynamic shared memory, unless the kernel's own limit is set."""
 
 
 class CUDARuntimeError(RuntimeError):
@@ -46,16 +46,16 @@ class CompileException(Exception):
 
 
 bound = threading.local()
-"""Whether a thread has a context. CuPy tells CUDA which device is to be the current one when it is left, and when it is
-entered only if another one was."""
+"""Whether a thread has a context. CuPy sets CUDA's current device when a `Device` is left, but when one is entered only if
+another was current."""
 
 
 class Device:
-    """A device, the current one inside of `with`."""
+    """A device, current inside `with`."""
 
     current = 0
     host_pointers = 1
-    """0 where memory of the host that is registered has another address on the device: under WSL 2, on Tegra."""
+    """0 where registered host memory has another address on the device: under WSL 2, on Tegra."""
 
     def __init__(self, device: int | None = None) -> None:
         self.id = Device.current if device is None else int(device)
@@ -89,11 +89,11 @@ class Device:
 
 
 class Stream:
-    """A stream of the device that is current when it is made; of others the device is not known."""
+    """A stream of the device that is current when it is created. The device of external and default streams is unknown."""
 
     entered: ClassVar[list[Stream]] = []
     captured: ClassVar[dict[int, Graph]] = {}
-    """Graphs that are captured, by the address of their stream."""
+    """Graphs under capture, by the address of their stream."""
     made = 0
 
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
@@ -138,7 +138,7 @@ class Stream:
 
 
 class Graph:
-    """Launches that were captured."""
+    """Captured launches."""
 
     def __init__(self) -> None:
         self.launches: list[Callable[[], None]] = []
@@ -149,18 +149,18 @@ class Graph:
 
 
 def refuse_in_captures() -> None:
-    """Of calls that CUDA refuses, in whatever thread, while a capture of mode global goes on: it is lost then."""
+    """For calls that CUDA refuses in every thread during a capture in global mode, which is then lost."""
     if Stream.captured:
         raise CUDARuntimeError(CAPTURE_UNSUPPORTED)
 
 
 def refuse_in_graph(stream: int) -> None:
-    """Of what CUDA does capture, and that no graph of a cache may have: docs/adr/0009."""
+    """For calls that CUDA does capture, but that no graph of a cache may contain: docs/adr/0009."""
     assert stream not in Stream.captured, "a graph is of launches alone"
 
 
 on_default: set[int] = set()
-"""The devices on whose default streams anything was done: which one address 0 is depends on the device that is current."""
+"""Devices whose default stream was used. Address 0 stands for that of the current device."""
 
 
 def note_default(address: int) -> None:
@@ -173,7 +173,7 @@ def get_current_stream(device_id: int = -1) -> Stream:
 
 
 class Event:
-    """An event, recorded by streams of its device alone."""
+    """An event; only streams of its device may record it."""
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         assert block, "who waits sleeps"
@@ -191,25 +191,25 @@ class Event:
 
 
 class Memory:
-    """Bytes that nobody has written to."""
+    """Uninitialised memory."""
 
     def __init__(self, size: int) -> None:
         refuse_in_captures()
         if type(size) is not int or size <= 0:
             raise TypeError(f"size = {size!r}")
-        # Not zero on a device either.
+        # Nor is it zero on a device.
         self.array = np.full(size + 512, 0xFF, np.uint8)
         self.ptr = -(-self.array.ctypes.data // 512) * 512
 
 
 class Block:
-    """Memory of the device, and the pieces of it that somebody has: bytes by where they begin."""
+    """Device memory, and the pieces of it in use: bytes by offset."""
 
     def __init__(self, size: int) -> None:
         self.size, self.memory, self.pieces = size, Memory(size), dict[int, int]()
 
     def gap(self, size: int) -> tuple[int, int] | None:
-        """The smallest gap that so many bytes fit: its bytes, and where it begins."""
+        """The smallest gap of at least `size` bytes: its bytes and its offset."""
         starts = [0, *(start + length for start, length in sorted(self.pieces.items()))]
         ends = [*sorted(self.pieces), self.size]
         gaps = [(end - start, start) for start, end in zip(starts, ends, strict=True)]
@@ -217,7 +217,7 @@ class Block:
 
 
 class MemoryPointer:
-    """A piece of a block, as long as this lives."""
+    """A piece of a block, in use as long as this object lives."""
 
     def __init__(self, block: Block, start: int, size: int) -> None:
         block.pieces[start] = size
@@ -226,14 +226,14 @@ class MemoryPointer:
 
 
 class MemoryPool:
-    """What nobody has any more stays here, and whoever wants less is given a piece. Blocks go back to the device whole."""
+    """Keeps freed memory and cuts smaller allocations from it. Only whole blocks are given back to the device."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.reused = set[int]()
-        """Where memory lies that nobody has waited for: whoever had it may still be writing."""
+        """Addresses of memory whose last owner nobody has waited for: it may still be written to."""
         self.refusals = 0
-        """Before each CuPy gives back all that it holds, twice, and collects garbage."""
+        """Each is slow: CuPy first frees all that it holds, twice, and collects garbage."""
 
     def alloc(self, size: int) -> MemoryPointer:
         if type(size) is not int or size <= 0:
@@ -275,7 +275,7 @@ def alloc_pinned_memory(size: int) -> Any:
 
 
 class PinnedMemory(Memory):
-    """Memory of the host that CUDA allocates: at the same address everywhere."""
+    """Host memory that CUDA allocates: at the same address on every device."""
 
     def __init__(self, size: int, flags: int = 0) -> None:
         assert flags == Runtime.hostAllocPortable, "for every context"
@@ -283,7 +283,7 @@ class PinnedMemory(Memory):
 
 
 registered: dict[int, int] = {}
-"""Memory of the host that kernels and copies reach: addresses and bytes."""
+"""Host memory that kernels and copies can reach: bytes by address."""
 
 
 class Runtime(ModuleType):
@@ -374,7 +374,7 @@ class Runtime(ModuleType):
 
 
 class RawKernel:
-    """A kernel on the emulator. kernel: of the device that is current."""
+    """A kernel on the emulator. kernel: its function on the current device."""
 
     def __init__(self, header: str, library: emulator.Library) -> None:
         self._function = Function(header, library)
@@ -394,7 +394,7 @@ class RawKernel:
 
 
 class Function:
-    """A kernel that is loaded on one device, as long as this lives."""
+    """A kernel on one device, loaded as long as this object lives."""
 
     loaded: ClassVar[weakref.WeakValueDictionary[int, Function]] = weakref.WeakValueDictionary()
 
@@ -419,7 +419,7 @@ ARGUMENTS: dict[str, type[ctypes.Structure]] = {
 
 
 def ctx_get_current() -> int:
-    """0 in a thread that has called nothing yet that makes a context the current one."""
+    """0 in a thread that has made no call yet that gives it a context."""
     return int(getattr(bound, "context", 0))
 
 
@@ -445,7 +445,7 @@ def launch_kernel(
         raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
     address = ctypes.c_void_p.from_address(kernel_params).value
     assert address is not None
-    # As CUDA does: what the caller has there may change at once.
+    # Copied as CUDA does: the caller may change the arguments at once.
     given = function.arguments.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(function.arguments)))
 
     def launch() -> None:
@@ -458,7 +458,7 @@ def launch_kernel(
 
 
 class RawModule:
-    """Device code, which the emulator compiles."""
+    """Device code, compiled by the emulator."""
 
     def __init__(self, *, code: str, options: tuple[str, ...] = (), name_expressions: Any = None) -> None:
         assert isinstance(options, tuple), "a list is refused"
@@ -469,14 +469,14 @@ class RawModule:
 
     def get_function(self, name: str) -> RawKernel:
         assert name in self._names
-        # To load a module allocates.
+        # Loading a module allocates.
         refuse_in_captures()
         header = self._include.partition("/")[2].rstrip(">")
         return RawKernel(header, emulator.compile(self._include, {"kernel": name}))
 
 
 class NdArray:
-    """An array of the device; its memory has no address where it is empty."""
+    """A device array; an empty one has no address."""
 
     def __init__(self, hidden: npt.NDArray[Any]) -> None:
         self.hidden, self.dtype, self.shape, self.device = hidden, hidden.dtype, hidden.shape, Device()
@@ -485,7 +485,7 @@ class NdArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        # As CuPy: no strides where the array is contiguous, no address where it is empty.
+        # As CuPy: no strides for a contiguous array, no address for an empty one.
         hidden = self.hidden
         return {
             "shape": hidden.shape,
@@ -501,8 +501,8 @@ def empty(shape: tuple[int, ...], dtype: Any) -> NdArray:
 
 
 class DLPackArray:
-    """An array of a library that has DLPack and nothing else; CUDA's, unless `kind` says otherwise. stream: the address of
-    the one that was last made to wait for what the library has yet to write."""
+    """An array of a library that has only DLPack; on CUDA, unless `kind` says otherwise. stream: the address of the stream
+    that last had to wait for the library's pending writes."""
 
     def __init__(self, hidden: npt.NDArray[Any], kind: int = 2) -> None:
         self._array, self._kind, self.stream = NdArray(hidden), kind, None
@@ -523,7 +523,7 @@ def from_dlpack(array: Any) -> NdArray:
 
 
 def install(monkeypatch: Any) -> Any:
-    """Makes `import cupy` give this; returns it."""
+    """Makes `import cupy` give the stand-in; returns it."""
     runtime = Runtime("cupy.cuda.runtime")
     cuda = SimpleNamespace(
         runtime=runtime,
@@ -553,7 +553,7 @@ def install(monkeypatch: Any) -> Any:
 
 
 def differences(ours: Any, theirs: Any, path: str = "cupy") -> list[str]:
-    """What the stand-in has and CuPy does not: names, and arguments where Python can say which there are."""
+    """What the stand-in has but CuPy lacks: names, and arguments where Python can list them."""
     found: list[str] = []
     for name, value in vars(ours).items():
         if name.startswith("_"):

@@ -17,7 +17,7 @@ from pagoda.lm.arrays import Library, library
 
 
 class Device(AbstractContextManager[object]):
-    """As a device of CuPy that is not the current one unless it is made so."""
+    """Like a CuPy device that is current only inside `with`."""
 
     depth = 0
 
@@ -36,7 +36,7 @@ device = Device()
 
 
 class DeviceArray:
-    """What a model uses of `cupy.ndarray`. NumPy's functions refuse it, where CuPy's would take them over."""
+    """The part of `cupy.ndarray` that a model uses. NumPy's functions refuse it, where CuPy would dispatch to its own."""
 
     __array_ufunc__ = None
 
@@ -62,7 +62,7 @@ class DeviceArray:
 
 
 def _call(function: Any, *given: Any, **named: Any) -> Any:
-    """`function` of what the arrays hide; raises TypeError for arrays of the host."""
+    """Calls `function` on the hidden arrays; raises TypeError for host arrays."""
     device.require()
 
     def open_up(value: Any) -> Any:
@@ -98,11 +98,11 @@ xp = SimpleNamespace(
     asarray=_asarray,
     **{name: _function(name) for name in ("einsum", "sqrt", "negative", "minimum", "exp", "divide")},
 )
-"""The library of such arrays: what a model calls of CuPy. `asarray` copies, as to a GPU."""
+"""The functions of CuPy that a model calls, for these arrays. `asarray` copies, as to a GPU."""
 
 
 class StrictDriver(EmulatedDriver):
-    """An emulated device whose arrays are these, and no others."""
+    """An emulated device that takes only these arrays."""
 
     def view(self, name: str, array: Any, stream: Any) -> View:
         if not isinstance(array, DeviceArray):
@@ -115,7 +115,7 @@ class StrictDriver(EmulatedDriver):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> StrictDriver:
-    """Makes the device "cuda" of caches, and of `library` as a module has imported it, one that is emulated."""
+    """Makes "cuda" an emulated device, for caches and for the `library` that a module has imported."""
     strict = Library(xp, device)
     monkeypatch.setattr(module, "library", lambda name: strict if name == "cuda" else library(name))
     return install_driver(monkeypatch, StrictDriver())

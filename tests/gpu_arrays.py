@@ -21,7 +21,7 @@ extern "C" __global__ void spin(long long cycles) {
 """
 
 CYCLES_PER_MS = 2_000_000
-"""At 2 GHz, which is more than most clocks: delays are rather longer."""
+"""At 2 GHz. Most clocks are slower, so delays are rather longer."""
 
 
 @lru_cache(maxsize=1)
@@ -32,25 +32,25 @@ def _spin() -> Any:
 
 
 def delay(milliseconds: float) -> None:
-    """Keeps the current stream of CuPy busy."""
+    """Keeps CuPy's current stream busy."""
     _spin()((1,), (1,), (np.int64(milliseconds * CYCLES_PER_MS),))
 
 
 def to_device(array: Array) -> Any:
-    """An array of CuPy; of bfloat16 its bits."""
+    """A CuPy array; for bfloat16 its bits."""
     import cupy
 
     return cupy.asarray(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array)
 
 
 def to_host(array: Any, dtype: str) -> Array:
-    """What `to_device` had been given, from the current stream on."""
+    """The reverse of `to_device`, after the current stream's work."""
     host: Array = array.get()
     return host.view(DTYPES[dtype])
 
 
 def memory(address: int, size: int, owner: object) -> Any:
-    """Bytes of the device as an array of CuPy; `owner` has them."""
+    """Device memory that belongs to `owner`, as a CuPy array of bytes."""
     import cupy
 
     unowned = cupy.cuda.UnownedMemory(address, size, owner)

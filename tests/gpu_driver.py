@@ -40,17 +40,17 @@ class Copied:
         self._device, self._pinned = driver.memory(len(self._host)), driver.pinned(len(self._host))
 
     def send(self) -> None:
-        """Makes the copy what the array is."""
+        """Copies the array to the device."""
         self._sent = self._host.copy()
         self._pinned.array[: len(self._sent)] = self._sent
         self._copy(self._device.address, self._pinned.address)
 
     def place(self, address: int) -> int:
-        """Where on the device the copy of a byte of the array lies."""
+        """The device address of a byte of the array."""
         return self._device.address + address - self.start
 
     def fetch(self) -> None:
-        """Brings back the bytes that differ from those that were sent; others may have been written to since."""
+        """Brings back only the bytes that differ from those sent: the caller may have written to others since."""
         self._copy(self._pinned.address, self._device.address)
         now = self._pinned.array[: len(self._host)]
         changed = np.flatnonzero(now != self._sent)
@@ -101,13 +101,13 @@ class CopyingStream:
 
 
 class CopyingDriver:
-    """A driver of some device, for arrays of NumPy."""
+    """Wraps a device's driver to take NumPy arrays."""
 
     def __init__(self, inner: Driver) -> None:
         self._inner = inner
         self.multiprocessors, self.shared_bytes_max = inner.multiprocessors, inner.shared_bytes_max
         self.copied: dict[tuple[int, int], Copied] = {}
-        """The arrays of the open step, by where their memory begins and ends."""
+        """Arrays of the open step, by the bounds of their memory."""
 
     @property
     def name(self) -> str:

@@ -19,20 +19,20 @@ LAYERS = [
     pagoda.AttentionLayer(4, 2, 64, rope=pagoda.Rope(theta=100.0), k_eq_v=True),
 ]
 NORMS = [None, None, None, np.linspace(0.2, 2, 64, dtype=np.float32)]
-"""Of K, where it is derived."""
+"""Norm weights of derived K."""
 SEQUENCES, CONTEXT, PROMPT = 6, 400, 50
 
 
 def to_numpy(array: Any) -> Array:
-    """An array of CuPy or NumPy, on the host."""
+    """A CuPy or NumPy array, on the host."""
     host: Array = array if isinstance(array, np.ndarray) else array.get()
     return host
 
 
 class Model:
-    """Fixed buffers, as a captured forward pass has them, and what every sequence holds.
+    """Fixed buffers, as for a captured forward pass, and the rows of every sequence.
 
-    xp: the library of the buffers. stream: of all steps, a context manager that makes it the current one.
+    xp: the library of the buffers. stream: the stream of all steps, a context manager that makes it current.
     """
 
     def __init__(self, xp: Any, stream: Any, new_tokens: int, seed: int) -> None:
@@ -68,7 +68,7 @@ class Model:
     def step(
         self, batch: list[pagoda.Sequence], counts: list[int], launch: Callable[[pagoda.Step], object] | None = None
     ) -> None:
-        """A step by `launch`, compared with the reference."""
+        """Does a step by `launch`, and compares it with the reference."""
         total = sum(counts)
         with self.stream:
             given = [
@@ -101,7 +101,7 @@ class Model:
             assert (results[layer][total:] == 12345).all(), "rows past the batch's are left alone"
 
     def captured(self, batch: list[pagoda.Sequence], counts: list[int]) -> Callable[[], object]:
-        """Captures a step's kernels, runs them, and returns what runs them again."""
+        """Captures a step's kernels, runs them, and returns a function that runs them again."""
         graphs: list[Any] = []
 
         def capture(step: pagoda.Step) -> None:
@@ -116,7 +116,7 @@ class Model:
         return launch
 
     def live(self, steps: int) -> None:
-        """One graph serves sequences that grow, join and leave, in batches that grow and shrink; prompts go without it."""
+        """Replays one graph for sequences that grow, join and leave, in batches of any size; prompts do not use it."""
         rng, most = self.rng, self.new_tokens
         live = [self.create() for _ in range(3)]
         self.step(live, [most] * 3)
@@ -138,7 +138,7 @@ class Model:
             self.step(batch, counts, lambda step: step.replay(graph))
 
     def _fill(self, array: Any, total: int) -> Array:
-        """Random values in the first rows; those past the batch's are nobody's."""
+        """Fills the first rows with random values, and rows past the batch's with NaN."""
         values = np.full(array.shape, np.nan, array.dtype)
         values[:total] = self.rng.standard_normal(values[:total].shape)
         array[...] = self.xp.asarray(values)

@@ -17,13 +17,13 @@ from typing import Any
 
 
 def ctrl_c() -> None:
-    """What Python's handler of it does."""
+    """Raises, as Python's own handler does."""
     raise KeyboardInterrupt
 
 
 def interrupted(call: Callable[[], Any], after: int, handler: Callable[[], object] = ctrl_c) -> bool:
-    """Makes a call in which Ctrl-C, or another signal, comes after so many instructions of the package; says whether Ctrl-C
-    came before its end."""
+    """Makes a call in which Ctrl-C, or another signal, comes after `after` instructions of the package; returns whether
+    the call ended with KeyboardInterrupt."""
     left = after
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -32,7 +32,7 @@ def interrupted(call: Callable[[], Any], after: int, handler: Callable[[], objec
             return None
         frame.f_trace_opcodes = True
         if frame.f_lineno is None:
-            # Instructions of no line end a generator, in Python 3.12 also one that is thrown away.
+            # Instructions without a line end a generator; in Python 3.12 also a discarded one.
             return trace
         left -= event == "opcode"
         if left < 0:
@@ -41,7 +41,7 @@ def interrupted(call: Callable[[], Any], after: int, handler: Callable[[], objec
         return trace
 
     before = sys.gettrace()
-    # Python 3.12 looks at this when tracing begins.
+    # Python 3.12 reads this when tracing begins.
     sys._getframe().f_trace_opcodes = True
     gc.disable()
     sys.settrace(trace)
@@ -57,7 +57,7 @@ def interrupted(call: Callable[[], Any], after: int, handler: Callable[[], objec
 
 @contextmanager
 def alarms(handler: Callable[..., object] = signal.default_int_handler) -> Iterator[Callable[[float], object]]:
-    """Gives what sets the clock: the handler, Ctrl-C by default, is called after so many seconds, or never for 0."""
+    """Yields a function that sets an alarm: after that many seconds the handler is called, by default Ctrl-C's; 0 cancels."""
 
     def rings(number: int, frame: FrameType | None) -> None:
         if any(each.f_code.co_name == "__del__" for each, _ in traceback.walk_stack(frame)):

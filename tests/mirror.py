@@ -18,21 +18,21 @@ from pagoda.stats import Stats
 Array = npt.NDArray[Any]
 
 DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
-"""What a value becomes when it is stored: rounding by NumPy and ml_dtypes, not by us. Of other formats tests/test_formats.py
-holds the codec against other implementations."""
+"""Types that round a value as storing it does, by NumPy and ml_dtypes, not by our code. For the other formats,
+tests/test_formats.py compares the codec with other implementations."""
 
 TOLERANCE = 3e-6
 """Float32 arithmetic against float64 on the same stored values, relative to the largest value."""
 TENSOR_CORES = 1e-5
-"""The same on a device, where sums of products are cut off and not rounded."""
+"""The same on a device, where sums of products are truncated, not rounded."""
 INTEGER_ISAS = {"avx512bf16", "avx512vnni", "avxvnni", "avx2madd", "neondot"}
 """Instruction sets that multiply quantised rows as integers; the others convert them to floats."""
 INTEGERS = 3e-4
-"""The same where rows may be multiplied as integers: queries and weights are rounded to 16 bits first."""
+"""The tolerance where rows may be multiplied as integers: queries and weights are rounded to 16 bits first."""
 BYTES = 5e-2
-"""The same with rows of 4 or 5 bits: queries and weights are rounded to a byte."""
+"""The same for rows of 4 or 5 bits: queries and weights are rounded to a byte."""
 BF16 = 1e-2
-"""The same with fp8_e4m3 rows where they are multiplied as bfloat16: queries and weights are rounded to that."""
+"""The tolerance where fp8_e4m3 rows are multiplied as bfloat16: queries and weights are rounded to it."""
 
 
 def layer(**changes: Any) -> pagoda.AttentionLayer:
@@ -43,7 +43,7 @@ def layer(**changes: Any) -> pagoda.AttentionLayer:
 
 @dataclass
 class Tokens:
-    """One sequence: per layer the K and V rows that were accepted."""
+    """One sequence, and the K and V rows accepted so far, by layer."""
 
     sequence: pagoda.Sequence
     k: list[Array]
@@ -62,14 +62,14 @@ class Tokens:
 
 @dataclass
 class Mirror:
-    """A cache and what it must hold."""
+    """A cache, and the rows that it must hold."""
 
     cache: pagoda.Cache
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     q_scale: float = 1.0
-    """What random queries are multiplied with."""
+    """Factor of random queries."""
     k_norms: Sequence[Array | None] = ()
-    """Of the cache."""
+    """Those of the cache."""
     live: list[Tokens] = field(default_factory=list)
     last: pagoda.Step | None = None
     """The step that ended last."""
@@ -93,10 +93,10 @@ class Mirror:
     def step(
         self, batch: list[Tokens], new: list[int], accepted: list[int] | None = None, junk: int = 0
     ) -> list[Array]:
-        """Appends random rows and checks what attention makes of everything; returns that, layer by layer.
+        """Appends random rows and checks the attention of every layer; returns its outputs, layer by layer.
 
-        `junk` more tokens of NaN follow the new ones of each sequence and are rejected: they poison the rows that nobody
-        may read.
+        After the new tokens of each sequence come `junk` tokens of NaN, which are rejected: they poison rows that must not
+        be read.
         """
         counts = [count + junk for count in new]
         keep = accepted or new
@@ -138,7 +138,7 @@ class Mirror:
         return outputs
 
     def look(self) -> None:
-        """Attends with a token that is then rejected: nothing but a check of every sequence."""
+        """Checks every sequence: attends with one token each, which is then rejected."""
         if self.live:
             self.step(self.live, [1] * len(self.live), accepted=[0] * len(self.live))
             for tokens in self.live:
@@ -165,14 +165,14 @@ class Mirror:
         return k, v, rows(layer.num_q_heads, layer.head_dim) * np.float32(self.q_scale)
 
     def _stored(self, layer: pagoda.AttentionLayer, k: Array, v: Array) -> tuple[Array, Array]:
-        """What the cache makes of K and V."""
+        """K and V as the cache stores them."""
         k_dtype, v_dtype = self.cache.dtypes[0]
         k, v = through(k, k_dtype), through(v, v_dtype)
         return k, k[..., : layer.v_dim] if layer.v_alias else v
 
 
 def through(rows: Array, dtype: str) -> Array:
-    """What is left of rows in a format."""
+    """Rows after a round trip through a format."""
     if dtype in DTYPES:
         stored: Array = rows.astype(DTYPES[dtype]).astype(np.float64)
         return stored
@@ -189,7 +189,7 @@ def expected(
     sink_logits: Array | None = None,
     retention: pagoda.SinkWindow | None = None,
 ) -> tuple[Array, Array]:
-    """What attention of a layer says in float64, over what it keeps of all rows."""
+    """Output and log-sum-exp of a layer's attention in float64, over those of all rows that it keeps."""
     options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "sink_logits": sink_logits}
     if layer.window is not None or retention is None:
         return attention(q, k, v, window=layer.window, **options)
@@ -200,7 +200,7 @@ def expected(
     for row in range(len(q)):
         end = len(k) - len(q) + row + 1
         keys = k[:end].copy()
-        # Right before the window: nearer by the tokens between.
+        # Sinks are seen right before the window: the distance shrinks by the tokens in between.
         first = keys[: retention.sinks]
         keys[: retention.sinks] = rotated(first, layer.rope, max(0, end - retention.window - retention.sinks))
         results.append(attention(q[row : row + 1], keys, v[:end], **options))
@@ -208,7 +208,7 @@ def expected(
 
 
 def rotated(rows: Array, rope: pagoda.Rope, positions: int | Array) -> Array:
-    """K rows as if they had been stored so many positions later, in float64. positions: of all, or [tokens, 1, 1]."""
+    """K rows as if stored `positions` later, in float64. positions: one for all rows, or [tokens, 1, 1]."""
     inv_freq = rope.inv_freq(rows.shape[-1]).astype(np.float64)
     pairs = len(inv_freq)
     first, second = (
@@ -226,7 +226,7 @@ def rotated(rows: Array, rope: pagoda.Rope, positions: int | Array) -> Array:
 
 
 def derived(v: Array, weight: Array | None, rope: pagoda.Rope | None, positions: Array) -> Array:
-    """K of a layer with k_eq_v, of stored V at some positions, in float64."""
+    """K of a layer with k_eq_v, derived from stored V at the given positions, in float64."""
     k = v * np.asarray(weight, np.float64)
     if rope is None:
         return k
@@ -236,19 +236,19 @@ def derived(v: Array, weight: Array | None, rope: pagoda.Rope | None, positions:
 
 
 def center_of(k: Array) -> Array:
-    """What K rows are centred by that come first, float64 [K/V heads, head_dim]: the means that stand out."""
+    """The centre that the first K rows give, float64 [K/V heads, head_dim]: their means, where these stand out."""
     mean = k.mean(0, np.float64)
     return np.where(np.abs(mean) >= 2 * k.std(0, dtype=np.float64), mean, 0)
 
 
 def kept_of(center: Array, k: Array) -> Array:
-    """What of a centre K rows take that come first, but are too few for one: what brings their mean nearer to 0."""
+    """The part of a centre that first K rows use if they are too few to give one: where it brings their mean nearer to 0."""
     mean = k.mean(0, np.float64)
     return np.where(np.abs(mean - center) < np.abs(mean), center, 0)
 
 
 def settled(cache: pagoda.Cache) -> Stats:
-    """What a cache holds once a device has been seen to end its steps: until then what they freed is draining."""
+    """Statistics of a cache once the device is known to have ended its steps; blocks that they freed drain until then."""
     while True:
         stats = cache.stats()
         if not any(counts.draining for counts in (*stats.device, *stats.host, *stats.disk)):
@@ -256,14 +256,14 @@ def settled(cache: pagoda.Cache) -> Stats:
 
 
 def nameless(place: Path) -> Path:
-    """The file without a name that this process has open in a directory."""
+    """The unnamed file that this process has open in a directory."""
     there = [fd for fd in Path("/proc/self/fd").iterdir() if str(fd.resolve()).startswith(f"{place}/.pagoda-")]
     (only,) = there
     return only
 
 
 def tolerance_of(cache: pagoda.Cache, of_floats: float = TOLERANCE) -> float:
-    """How far results may be from float64, over the largest of them."""
+    """How far results may be from float64, relative to the largest."""
     if cache._device is not None:
         return max(of_floats, TENSOR_CORES)
     names = {name for pair in cache.dtypes for name in pair}
@@ -275,7 +275,7 @@ def tolerance_of(cache: pagoda.Cache, of_floats: float = TOLERANCE) -> float:
 
 
 def check(out: Array, lse: Array, expected: Array, expected_lse: Array, tolerance: float = TOLERANCE) -> None:
-    """Holds an attention result against the reference."""
+    """Compares an attention result with the reference."""
     assert out.shape == expected.shape
     assert lse.shape == expected_lse.shape
     np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * max(1.0, np.abs(expected).max(initial=0)))

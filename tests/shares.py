@@ -10,7 +10,7 @@ from pagoda.rates import Routes
 
 @dataclass(frozen=True)
 class Shares(Routes):
-    """Parts of the bytes that go by each route; the CPU gets what it can have of its part."""
+    """Fixed shares of the bytes by route. The CPU takes as much of its share as it can."""
 
     threads: int = 2
     rates: list[dict[str, float]] = field(default_factory=list)

@@ -47,31 +47,31 @@ NUMBERS = {
         "flock": 32,
     },
 }
-"""By machine."""
+"""Numbers of system calls, by machine."""
 
 LOAD, SAME, RETURN = 0x20, 0x15, 0x06
-"""A word, a jump where it is a number, and an end, of a filter for system calls."""
+"""Instructions of a seccomp filter: load a word, jump if it equals a number, return."""
 ALLOW, NOTIFY = 0x7FFF0000, 0x7FC00000
 SET_FILTER, ALL_THREADS, LISTENER, PREFER_ESRCH = 1, 1, 8, 16
 NO_NEW_PRIVILEGES = 38
 RECEIVE, SEND = 0xC0502100, 0xC0182101
-"""What the supervisor is asked, 80 bytes that begin with a number, and the answer."""
+"""ioctls: receive a request, 80 bytes that begin with its number, and answer it."""
 ANSWER, GO_ON = struct.Struct("QqiI"), 1
 
 
 class Call(NamedTuple):
-    """One that waits."""
+    """A waiting call."""
 
     number: int
     thread: int
     file: str
-    """Its name; "" of a call that is about a path."""
+    """Its name; "" for a call on a path."""
 
 
 def silence(*names: str) -> int:
-    """Lets no thread of this process come back from these system calls; returns what `answer` takes.
+    """Blocks every thread of this process that makes one of these system calls; returns the listener for `answer`.
 
-    Raises OSError where the system has no such thing.
+    Raises OSError where the system does not support this.
     """
     numbers = NUMBERS.get(platform.machine())
     if platform.system() != "Linux" or numbers is None:
@@ -91,7 +91,7 @@ def silence(*names: str) -> int:
 
 
 def is_possible() -> bool:
-    """Whether a process can have a drive that does not answer."""
+    """Whether `silence` works here."""
     here = str(Path(__file__).parent)
     script = f"import sys; sys.path.insert(0, {here!r}); from silence import silence; silence('fdatasync')"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).returncode == 0
@@ -103,11 +103,11 @@ def asked(listener: int) -> bool:
 
 
 def answer(listener: int, pause: float = 0.0) -> None:
-    """From now on all calls are made, those that wait first, each after so many seconds."""
+    """From now on lets all calls through, waiting ones first, each after `pause` seconds."""
 
     def supervise() -> None:
         while True:
-            # A thread that something has woken asks again.
+            # The call is gone if its thread was woken; it then asks again.
             with contextlib.suppress(FileNotFoundError):
                 call = next_call(listener)
                 time.sleep(pause)
@@ -117,7 +117,7 @@ def answer(listener: int, pause: float = 0.0) -> None:
 
 
 def next_call(listener: int) -> Call:
-    """The next call of a file, once there is one, which goes on to wait."""
+    """Waits for the next call and returns it; the call goes on waiting."""
     asked = fcntl.ioctl(listener, RECEIVE, bytes(80))
     number, thread = struct.unpack_from("QI", asked)
     descriptor = struct.unpack_from("Q", asked, 32)[0]
@@ -126,5 +126,5 @@ def next_call(listener: int) -> Call:
 
 
 def let(listener: int, call: Call, error: int = 0) -> None:
-    """The call is made, or fails with an errno."""
+    """Lets the call through, or makes it fail with an errno."""
     fcntl.ioctl(listener, SEND, ANSWER.pack(call.number, 0, -error, 0 if error else GO_ON))

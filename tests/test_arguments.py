@@ -68,7 +68,7 @@ VALUES: dict[str, Any] = {
     "complex": np.zeros(32, complex),
     "objects": np.array([None, object()]),
 }
-"""What callers pass by mistake."""
+"""Values that callers pass by mistake."""
 
 SPEC = pagoda.ModelSpec(layers=[layer(), layer(window=24)])
 ONE = pagoda.ModelSpec(layers=[layer(head_dim=32)])
@@ -76,7 +76,7 @@ DERIVED = pagoda.ModelSpec(layers=[layer(k_eq_v=True)])
 
 
 class World:
-    """A cache with a sequence in it, and what there is to call."""
+    """A cache with a sequence, and helpers for calls."""
 
     def __init__(self, place: Path) -> None:
         place.mkdir()
@@ -124,7 +124,7 @@ class World:
 
 @dataclass
 class Parameter:
-    """A good value, or what makes one of a world; and which of `VALUES` are as good."""
+    """A good value, or a function that makes one from a world; and the keys of `VALUES` that are also accepted."""
 
     good: Any
     takes: str = ""
@@ -135,7 +135,7 @@ class Parameter:
 
 P = Parameter
 Calls = dict[str, tuple[Callable[..., Any], dict[str, Parameter]]]
-"""By the name of what is called: how, with a world first, and its parameters."""
+"""By name: a function that makes the call, with a world as first argument, and the call's parameters."""
 
 
 def plain(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,7 +179,7 @@ def generated(world: World, **given: Any) -> None:
 
 
 def graphs(call: Callable[[World], Any]) -> Callable[..., Any]:
-    """What only a GPU does."""
+    """A call that only a GPU supports."""
 
     def called(world: World, **given: Any) -> None:
         with (
@@ -191,7 +191,7 @@ def graphs(call: Callable[[World], Any]) -> Callable[..., Any]:
 
 
 def replayed(world: World, **given: Any) -> None:
-    """As far as goes without a GPU, and without maxima that are declared."""
+    """Replays as far as possible without a GPU and without declared maxima."""
     with world.appended() as step:
         try:
             step.replay(**given)
@@ -529,25 +529,25 @@ PUBLIC: dict[str, Any] = {
     "formats.encode": formats.encode,
     "formats.decode": formats.decode,
 }
-"""What callers may call."""
+"""The public calls."""
 
 MADE_BY_CALLS = {"Batch", "Plan", "Sequence", "Step", "Table", "Ticket", "Stats", "StepReport", "Read", "Written"}
-"""Nobody else makes one; nor a `LanguageModel` but by `load`."""
+"""Classes whose instances only calls return. A `LanguageModel` comes only from `load`."""
 
 NOT_CHECKED = {
-    # Called by what has checked everything.
+    # Their callers have checked everything.
     *(f"{kind.__name__}.apply.{name}" for kind in rope.Scaling.__args__ for name in ("inv_freq", "theta", "dim")),
     "Stats.from_core.stats",
     *(f"LanguageModel.{name}" for name in ("config", "checkpoint", "tokenizer", "arrays")),
-    # Whatever has the methods that are called.
+    # Any object with the methods that are called.
     "LanguageModel.forward.step",
     *(f"generate.{name}" for name in ("model", "cache", "sequence")),
 }
-"""And why."""
+"""Parameters that are not checked, and why."""
 
 
 def parameters_of(name: str, call: Any) -> Iterator[str]:
-    """Parameters of a public call, and if it is a class of its methods."""
+    """Parameters of a public call, or of a class and its methods."""
     if not inspect.isclass(call):
         yield from (f"{name}.{parameter}" for parameter in inspect.signature(call).parameters)
     elif not issubclass(call, Exception):
@@ -587,7 +587,7 @@ def test_what_is_refused(name: str, parameter: str, tmp_path: Path, monkeypatch:
 
 @EVERY
 def test_what_is_taken(name: str, parameter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or nothing would show that what is refused is so for its own sake."""
+    """Shows that the refusals of the other test are due to the value itself."""
     monkeypatch.chdir(tmp_path)
     call, parameters = CALLS[name]
     for number, label in enumerate([None, *parameters[parameter].takes.split()]):
@@ -600,7 +600,7 @@ def test_what_is_taken(name: str, parameter: str, tmp_path: Path, monkeypatch: p
 def test_integers_of_numpy_are_taken_as_others_are(
     name: str, parameter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every int that a call takes, as an array's shape or a config has it: the same comes of it, and it is the same int."""
+    """Every int that a call takes may be NumPy's: the result is the same, with Python ints in it."""
     monkeypatch.chdir(tmp_path)
     call, parameters = CALLS[name]
     taken = [parameters[parameter].good, *(VALUES[label] for label in parameters[parameter].takes.split())]
@@ -615,7 +615,7 @@ def test_integers_of_numpy_are_taken_as_others_are(
 
 
 def test_seconds_may_be_what_stands_for_an_integer(tmp_path: Path) -> None:
-    """And cannot be compared with one."""
+    """Even if it cannot be compared with one."""
 
     class Three:
         def __index__(self) -> int:
@@ -628,7 +628,7 @@ def test_seconds_may_be_what_stands_for_an_integer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["i4,i4", bool, "M8[s]", "U1"])
 def test_an_empty_array_is_of_integers_too(dtype: Any) -> None:
-    """Or of floats, as an empty list is to NumPy."""
+    """Arrays of integers, or of floats, as NumPy makes an empty list."""
     empty: Any = np.empty(0, dtype)
     with pagoda.Cache(ONE, device_memory="1MiB", host_memory=0) as cache:
         none: Any
@@ -651,7 +651,7 @@ def test_a_config_may_have_integers_of_numpy() -> None:
 
 
 def test_factors_of_kernels_are_normal_numbers_of_float32() -> None:
-    """Alone, by each other, and with what makes natural logarithms those of base 2."""
+    """Alone, divided by each other, and multiplied by log2(e)."""
     normal = np.finfo(np.float32)
     for scale in (FACTOR_MIN, FACTOR_MAX):
         for softcap in (FACTOR_MIN, FACTOR_MAX):
@@ -688,7 +688,7 @@ def test_the_names_of_kernels_that_a_message_gives_are_names(monkeypatch: pytest
 
 
 def test_a_list_may_be_an_array() -> None:
-    """Of sequences, of layers or of numbers."""
+    """Lists of sequences, of layers and of numbers."""
     layers: Any = np.array([layer(k_eq_v=True)] * 2)
     norms = np.ones((2, 16))
     counts: Any = np.array([1, 2], np.uint64)
@@ -715,7 +715,7 @@ def test_counts_at_an_odd_address() -> None:
 
 
 def test_an_array_that_its_library_does_not_hand_out() -> None:
-    """As torch where there is a gradient, and JAX where it is deleted, which has no `repr` either."""
+    """Like a torch tensor with a gradient, or a deleted JAX array, whose `repr` fails too."""
 
     class Refused:
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -737,7 +737,7 @@ def test_an_array_that_its_library_does_not_hand_out() -> None:
 
 
 def test_bytes_and_numbers_in_other_kinds_of_arrays() -> None:
-    """Which NumPy takes for one of its own, or which behave in a way of their own."""
+    """Kinds that NumPy converts, and subclasses of its arrays with other behaviour."""
     x = np.random.default_rng(0).standard_normal((2, 64), np.float32)
     blocks = formats.encode(x, "q5_0")
     assert (formats.encode(memoryview(x.tobytes()).cast("f", x.shape), "q5_0") == blocks).all()
@@ -765,7 +765,7 @@ def test_logits_that_no_token_is_picked_by() -> None:
 
 @pytest.mark.parametrize("what", [True, np.False_])
 def test_true_is_no_number_beside_others(what: Any) -> None:
-    """NumPy takes it for one."""
+    """NumPy would convert it to one."""
     options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": 0}
     row = [2.0] * 15
     calls: dict[str, Callable[[Any], object]] = {
@@ -780,7 +780,7 @@ def test_true_is_no_number_beside_others(what: Any) -> None:
 
 
 def test_a_rope_turns_no_more_than_a_row() -> None:
-    """Said where the layer is described, not where a cache is made of it."""
+    """The error comes when the layer is described, not when a cache is created."""
     wide = pagoda.Rope(rotary_dim=32)
     assert layer(head_dim=32, rope=wide).rope == wide
     for describe in (lambda: layer(head_dim=24, rope=wide), lambda: wide.inv_freq(24)):

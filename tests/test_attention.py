@@ -43,7 +43,7 @@ def layers(draw: st.DrawFn, unit: int = 8, scale_max: float = 0.5) -> pagoda.Att
 
 @st.composite
 def models(draw: st.DrawFn) -> list[pagoda.AttentionLayer]:
-    """One to three layers, of which later ones may read the K and V of the first."""
+    """One to three layers; later ones may read the K and V of the first."""
     first, *others = draw(st.lists(layers(), min_size=1, max_size=3))
     shared: dict[str, Any] = {"kv_owner": 0}
     shared |= {name: getattr(first, name) for name in ("num_kv_heads", "head_dim", "v_head_dim", "v_alias")}
@@ -76,7 +76,7 @@ def test_tiled_attention_matches_full_attention(
     junk: int,
     seed: int,
 ) -> None:
-    """Random shapes, formats, windows, caps, sinks and owners; ragged lengths about those of pages; NaN beyond the end."""
+    """Random shapes, formats, windows, caps, sinks and owners; ragged lengths around the page size; NaN beyond the end."""
     lengths = {-1: page_size - 1, 0x10: page_size, 0x11: page_size + 1}
     with small_cache(layers, page_size=page_size, k_dtype=dtypes[0], v_dtype=dtypes[1], device_memory="64MiB") as cache:
         mirror = Mirror(cache, np.random.default_rng(seed))
@@ -86,7 +86,7 @@ def test_tiled_attention_matches_full_attention(
 
 
 @given(
-    # Larger scales make larger errors of scores, where queries are rounded to a byte.
+    # Where queries are rounded to a byte, larger scales mean larger errors of scores.
     layer=layers(32, scale_max=0.1),
     page_size=st.sampled_from([8, 16, 64]),
     pair=st.sampled_from([(name, name) for name in instances.QUANTISED] + [("bf16", "q8_0"), ("q8_0", "q4_0")]),
@@ -97,7 +97,7 @@ def test_tiled_attention_matches_full_attention(
 def test_quantised_rows_are_what_their_codes_say(
     layer: pagoda.AttentionLayer, page_size: int, pair: tuple[str, str], steps: list[list[int]], junk: int, seed: int
 ) -> None:
-    """The formats that every device stores, in layers of any kind; NaN beyond the end."""
+    """Formats that every device stores, in layers of any kind; NaN beyond the end."""
     options: dict[str, Any] = {"center": None, "rotate": False}
     with small_cache([layer], page_size=page_size, k_dtype=pair[0], v_dtype=pair[1], **options) as cache:
         mirror = Mirror(cache, np.random.default_rng(seed))
@@ -108,7 +108,7 @@ def test_quantised_rows_are_what_their_codes_say(
 
 @pytest.mark.parametrize("page_size", [8, 64, 256])
 def test_paged_matches_monolithic(page_size: int) -> None:
-    """One prefill of 1,000 tokens over pages equals attention over one array."""
+    """A prefill of 1,000 tokens over pages equals attention over one array."""
     rng = np.random.default_rng(0)
     shape = layer(num_q_heads=8, num_kv_heads=2, head_dim=64)
     q, k, v = (rng.standard_normal((1000, heads, 64), np.float32) for heads in (8, 2, 2))
@@ -119,7 +119,7 @@ def test_paged_matches_monolithic(page_size: int) -> None:
 
 
 def test_blocks_of_32_tokens_match_blocks_of_256() -> None:
-    """The size of a page changes where rows lie, not what attention sees."""
+    """Page size changes where rows lie, not what attention sees."""
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((700, heads, 32), np.float32) for heads in (4, 2, 2))
     results = []
@@ -131,7 +131,7 @@ def test_blocks_of_32_tokens_match_blocks_of_256() -> None:
 
 
 def test_latent_rows_are_read_once_as_k_and_as_v() -> None:
-    """The rows of multi-head latent attention: one K/V head of 576 elements, of which V is the first 512."""
+    """Rows of multi-head latent attention: one K/V head of 576 elements, the first 512 of which are V."""
     rng = np.random.default_rng(5)
     shape = layer(num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, v_alias=True)
     q, k = rng.standard_normal((100, 16, 576), np.float32), rng.standard_normal((100, 1, 576), np.float32)
@@ -144,7 +144,7 @@ def test_latent_rows_are_read_once_as_k_and_as_v() -> None:
 
 
 BY_BLOCKS = [name for name, form in FORMATS.items() if form.block or not form.quantised]
-"""A part of a row is stored as it would be alone."""
+"""Formats in which part of a row is stored as it would be alone."""
 
 
 @pytest.mark.parametrize("dtype", BY_BLOCKS)
@@ -197,7 +197,7 @@ def test_the_first_step_may_have_no_sequences() -> None:
 def test_light_rows_are_not_lost_beside_a_heavy_one_without_a_value(
     v_dtype: str, dtype: Any, tolerance: float, count: int
 ) -> None:
-    """As models have sinks: the first token takes nearly all of the weight and adds nothing, so the rest is all there is."""
+    """As in models with sinks: the first token takes nearly all of the weight but adds nothing; the result is the others'."""
     rng = np.random.default_rng(7)
     k = np.zeros((500, 1, 64), np.float32)
     v = rng.uniform(1000, 2000, (500, 1, 64)).astype(np.float32)
@@ -235,7 +235,7 @@ def test_arrays_of_every_type_and_stride(dtype: Any) -> None:
 
 @pytest.mark.usefixtures("names_the_cpu")
 def test_sink_logits_of_every_address_and_stride() -> None:
-    """They may be a field of records, whose sizes are no multiples of a float. A device takes contiguous ones alone."""
+    """They may be a field of records whose size is no multiple of a float's. A device takes only contiguous ones."""
     logits = np.array([2, -1, 0.5, 3], np.float32)
     records = np.zeros(4, np.dtype([("logit", "f4"), ("byte", "u1")]))
     records["logit"] = logits
@@ -285,7 +285,7 @@ def test_results_that_f16_cannot_hold_saturate(value: float) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_context_shift_rotates_queries_not_keys(interleaved: bool) -> None:
-    """After `drop`, tokens before the gap are seen as if they stood right before it, though no key was touched."""
+    """After `drop`, tokens before the gap are seen as if they stood right before the tokens after it; no key is changed."""
     rng = np.random.default_rng(4)
     rope = pagoda.Rope(theta=100.0, interleaved=interleaved)
     shape = layer(head_dim=16, rope=rope)
@@ -324,8 +324,8 @@ def test_context_shift_rotates_queries_not_keys(interleaved: bool) -> None:
     ("dtype", "page_size"), [("f16", 64), ("f32", 16), ("bf16", 128), ("q8_0", 16), ("q4_0", 64), ("fp8_e4m3", 32)]
 )
 def test_pages_in_common_are_read_once(dtype: str, page_size: int, deterministic: bool) -> None:
-    """A tree of forks, one of which was cut inside of a common page, and a sequence that has nothing in common with them. In
-    deterministic caches each reads its own: the bits are those of a sequence alone."""
+    """A tree of forks, one of them truncated inside a common page, and an unrelated sequence. In deterministic caches each
+    sequence reads its own pages: the bits are those of a sequence alone."""
     spec = pagoda.ModelSpec([layer(head_dim=32), layer(head_dim=32, softcap=20.0)])
     options: dict[str, Any] = {"center": None, "rotate": False, "deterministic": deterministic, "threads": 2}
     with pagoda.Cache(
@@ -350,13 +350,13 @@ def test_pages_in_common_are_read_once(dtype: str, page_size: int, deterministic
         all_of_it = 3 * first + 2 * (second - first) + (third - second)
         step([1, 2, 3, 1, 1], all_of_it)
         step([2, 1, 1, 5, 16], all_of_it)
-        # With as many queries a sequence goes over its pages alone; what the others share behind `first` saves too little.
+        # A sequence with that many queries reads its pages alone; what the others share after `first` saves too little.
         step([1, 1, 1, 1, 17], 2 * first)
         mirror.truncate(twin, first + 3)
         step([1, 1, 1, 1, 1], 3 * first)
         mirror.drop(long, 5, 6)
         step([1, 1, 1, 1, 1], 2 * first)
-        # Pages of tokens that begin inside one are not those of as many tokens from its start.
+        # Spans that begin inside a page have other pages than as many tokens from its start.
         mirror.truncate(root, second)
         mirror.drop(root, 0, 5)
         shifted = mirror.fork(root)
@@ -366,7 +366,7 @@ def test_pages_in_common_are_read_once(dtype: str, page_size: int, deterministic
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_many_holes(threads: int) -> None:
-    """Short pieces between them, more than are worked on together, and one that is longer than that."""
+    """More short spans than are processed at once, and one long span."""
     rng = np.random.default_rng(5)
     long, total = 4500, 6000
     k, v = (rng.standard_normal((total, 2, 16)).astype(np.float32) for _ in range(2))

@@ -43,7 +43,7 @@ def test_each_thread_of_the_cpu_reads_its_part_of_each_layer(monkeypatch: pytest
 
 @pytest.mark.parametrize("count", [1, 31, 32, 8 * 64 - 1, 8 * 64, 20 * 64 + 5])
 def test_the_kernel_reads_every_word(count: int) -> None:
-    """A thread says so when it has come by the one number among zeros, wherever that is; and none reads beyond the end."""
+    """A thread reports the one nonzero word, wherever it is, and none reads past the end."""
     emulator.require()
     driver = EmulatedDriver()
     stream = driver.stream()
@@ -64,7 +64,7 @@ def test_the_kernel_reads_every_word(count: int) -> None:
 
 
 class Noted(CallerStream):
-    """Work of the caller that is written down."""
+    """A caller's stream that records launches."""
 
     def __init__(self, driver: EmulatedDriver) -> None:
         super().__init__(driver)
@@ -78,7 +78,7 @@ class Noted(CallerStream):
 
 @pytest.mark.parametrize(("size", "layers"), [(16 * 1000, 7), (16 * 5, 7), (16 * 7 + 15, 7), (0, 3)])
 def test_a_gpu_reads_its_weights_layer_by_layer(size: int, layers: int) -> None:
-    """From end to end, nothing twice, but for what is less than a word; on the stream of the steps, by all of the device."""
+    """Every whole word exactly once, on the stream of the steps, by all multiprocessors."""
     driver = EmulatedDriver()
     stream = driver._default = Noted(driver)
     backend = GpuBackend(driver, Library(device_arrays.xp, device_arrays.device), size, layers)
@@ -98,12 +98,12 @@ def test_a_gpu_reads_its_weights_layer_by_layer(size: int, layers: int) -> None:
 
 
 def test_what_a_step_of_a_gpu_has_read() -> None:
-    """Of 1,000 bytes of rows 600 came over the link and 100 were read by the CPU; weights lie on the device."""
+    """Of 1,000 bytes of rows, 600 came over the link and the CPU read 100; weights lie on the device."""
     driver = EmulatedDriver()
     backend = GpuBackend(driver, Library(device_arrays.xp, device_arrays.device), 5000, 2)
     report = StepReport(1.0, 0.0, {"pcie": 600, "memory": 100, "disk": 200})
     assert backend.moved(report, 1000) == {"device": 5300, "pcie": 600, "memory": 100, "disk": 200}
-    # Copies ahead of a step that did not come can be more than there is.
+    # Copies ahead for a step that never came can exceed the total.
     assert backend.moved(StepReport(1.0, 0.0, {"pcie": 1100, "memory": 0, "disk": 0}), 1000)["device"] == 5000
 
 
@@ -126,14 +126,14 @@ class TimedReads(ClockedStream):
 
 
 class Timed(Clocked):
-    """With such streams."""
+    """A device with such streams."""
 
     def stream(self) -> TimedReads:
         return TimedReads(self)
 
 
 def test_ceilings_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a driver that knows how fast it is: 50 GB/s by copies; what launches and waits cost hardly shows."""
+    """A simulated device with copies of 50 GB/s; the cost of launches and waits is negligible."""
     driver: Any = Timed(45e9, 50e9)
     monkeypatch.setattr(time, "perf_counter", lambda: driver.now)
     assert gpu.ceilings(driver) == pytest.approx({"device": 4e12, "pcie": 50e9}, rel=0.02)

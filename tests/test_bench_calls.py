@@ -14,7 +14,7 @@ from pagoda.cli.bench import calls
 
 
 def test_figures_are_medians(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that is slow, like the first one often is, says nothing; the table and JSON have the same."""
+    """A slow run, as the first one often is, changes nothing; the table and JSON agree."""
     runs = [(1.0, 10.0), (300.0, 3000.0), (200.0, 2000.0), (4.0, 40.0), (6.0, 50.0), (5.0, 60.0)]
     expected = {
         "read 4,096 tokens over pages, tok/s": 200.0,
@@ -37,7 +37,7 @@ def test_figures_are_medians(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_reading_and_writing_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on by a second for each token of a prompt and each that is written."""
+    """The clock advances by an eighth of a second per prompt token, and by a second per written token."""
     now = 0.0
 
     def loop(model: Any, cache: Any, sequence: Any, prompt: Any, new_tokens: int, sampler: Any) -> Iterator[None]:

@@ -29,16 +29,16 @@ from pagoda.rates import Calibration, keep
 from shares import Shares
 
 BYTES = 6 * 2 * 2 * 256
-"""Elements of K and V that the small hybrid stores of a token."""
+"""Elements of K and V that the small hybrid stores per token."""
 PAGE = 64
 GIB = 1 << 30
 MOVING_MAX = 4
-"""Pages that tiers as small as those of these tests make room for ahead of need."""
+"""Pages for which tiers as small as these make room ahead of need."""
 
 
 @pytest.fixture
 def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Ceilings that are said to be measured. A calibration that was kept says other things, and is not asked."""
+    """Fake measured ceilings. The kept calibration has other rates and must not be used."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     keep(Calibration(1, str(tmp_path), {"memory": 1e9, "disk": 1e9}, {"memory": 1e9, "disk": 1e9}))
     drives = itertools.cycle([1e8, 3e8])  # Before the tokens and after them.
@@ -69,12 +69,12 @@ def test_what_is_read_and_what_could_be(
     assert document["weights_bytes"] == weights
     for row, context in zip(document["longcontext"], contexts, strict=True):
         assert (row["context"], row["tokens"], row["ceilings"]) == (context, tokens, rates)
-        # One token is written before those that are timed; each of these sees itself and all before it.
+        # One token is written before the timed ones; each of these sees itself and all tokens before it.
         seen = np.mean([context + 1 + written for written in range(1, tokens + 1)])
         assert row["bytes_per_token"]["memory"] == pytest.approx(weights + seen * BYTES * size)
         page = PAGE * BYTES * size
         pages = [held / page for held in row["tier_bytes"].values()]
-        # Pages that move right then are on two tiers.
+        # Pages being moved at that moment are on two tiers.
         assert 0 <= sum(pages) - -(-(context + 1 + tokens) // PAGE) <= MOVING_MAX
         assert abs(row["bytes_per_token"]["disk"] / page - pages[2]) <= MOVING_MAX
         roofline = min(rates[link] / row["bytes_per_token"][link] for link in rates if row["bytes_per_token"][link])
@@ -108,7 +108,7 @@ def test_a_token_is_written_however_few_the_seconds(
 def test_the_peak_is_of_the_row(
     rates: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Not what was there before and is gone, nor what is there while the disk's ceiling is measured."""
+    """Memory used before the row, or while the disk's ceiling is measured, does not count."""
     most, measured = machine.resident() + (256 << 20), list[float]()
 
     def much(*_: object) -> float:
@@ -137,7 +137,7 @@ def test_the_peak_is_of_the_process_and_not_of_what_started_it() -> None:
 def test_a_narrow_terminal_loses_no_digit(
     rates: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cell by cell it says, over more lines, what a wide one does."""
+    """Each cell has the same text as in a wide terminal, over more lines."""
     assert main([*bench("--contexts", "300", "--tokens", "1", "--weights", "0"), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -165,7 +165,7 @@ def test_a_table_for_people(
 
 
 def test_the_ring_of_a_gpu_is_room_for_no_page() -> None:
-    """384 MB and what is left of a million tokens, to the byte; RAM is the host tier's alone."""
+    """384 MB on the device and the exact rest of a million tokens on the host; only the host tier takes RAM."""
     tokens, device = 1 << 20, 384 * 10**6
     ring = 2 * (16 << 20)
     left = tokens * BYTES * 2 - (device - ring)
@@ -177,19 +177,19 @@ def test_the_ring_of_a_gpu_is_room_for_no_page() -> None:
     budgets = budgets_of(planner(), tokens, {"device_memory": device}, ram, 40 * GIB, on_gpu=True)
     assert budgets["host_memory"] == ram * 3 // 4
     assert budgets["disk_memory"] >= left - budgets["host_memory"]
-    # Where everything fits there is no ring, and nothing else.
+    # If everything fits on the device, there is no ring and no other tier.
     everything = {"device_memory": 2 * BYTES * 1024}
     assert budgets_of(planner(), 1024, everything, ram, None, on_gpu=True) == everything | {"host_memory": 0}
 
 
 SMALL = pagoda.ModelSpec([pagoda.AttentionLayer(4, 2, 64)] * 3, "small")
 LAYER_ELEMENTS = 2 * 2 * 64
-"""Of K and V that a layer of it stores of a token."""
+"""Elements of K and V that one of its layers stores per token."""
 
 
 @pytest.fixture
 def gpu(rates: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictDriver]:
-    """An emulated one, and a model that it is not too slow for."""
+    """An emulated GPU, and a model small enough for it."""
     driver = device_arrays.install(monkeypatch, longcontext)
     monkeypatch.setattr("pagoda.measuring.gpu.PIECE_BYTES", 1 << 12)
     monkeypatch.setattr("pagoda.measuring.gpu.READ_BYTES", 1 << 12)
@@ -201,7 +201,7 @@ def gpu(rates: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Iterator[St
 
 
 def on_gpu(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The one row."""
+    """The only row of the result."""
     assert main([*bench("--device", "cuda", "--model", "small"), *arguments, "--json"]) == 0
     row: dict[str, Any]
     (row,) = json.loads(capsys.readouterr().out)["longcontext"]
@@ -220,7 +220,7 @@ def test_what_a_gpu_reads_over_which_link(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """640 tokens, ten pages and what is written: a few in what the device has beside a ring, the others elsewhere."""
+    """640 tokens, ten pages, plus those written: a few pages fit on the device next to the ring, the others lie elsewhere."""
     layer_page = int(PAGE * LAYER_ELEMENTS * size)
     page, context, tokens = 3 * layer_page, 640, 3
     device = int(5.4 * page)
@@ -246,7 +246,7 @@ def test_what_a_gpu_reads_over_which_link(
     assert held["disk" if way == "disk" else "host"] == 11 - held["device"]
     read = {link: round(carried * tokens) for link, carried in row["bytes_per_token"].items()}
     away, on_disk = (held["host"] + held["disk"]) * page * tokens, held["disk"] * tokens
-    # Two slots may be brought ahead for a step that does not come.
+    # Two slots may be filled ahead for a step that never comes.
     assert 0 <= read["pcie"] + read["memory"] - away <= (2 * layer_page if ring else 0)
     assert (read["memory"] > 0) == (way == "divided")
     stored = -(-layer_page // 4096) * 4096
@@ -271,7 +271,7 @@ def test_a_gpu_with_room_for_everything(gpu: StrictDriver, capsys: pytest.Captur
 def test_weights_are_read_before_each_layer(
     gpu: StrictDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the stream of the steps."""
+    """On the steps' stream."""
     launched: list[str] = []
     launch = CallerStream.launch
 
@@ -317,7 +317,7 @@ def test_a_device_that_is_not_there_is_refused_as_everywhere(device: str, refuse
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["f16", "q8_0"])
 def test_on_a_gpu(name: str, rates: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
-    """4 K tokens of the small hybrid, most of them on the host."""
+    """4K tokens of the small hybrid, most of them on the host."""
     arguments = bench("--device", "cuda", "--contexts", "4k", "--weights", "64MB", "--format", name, "--json")
     assert main([*arguments, "--device-memory", "24MiB"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["longcontext"]
@@ -385,7 +385,7 @@ def test_what_a_cache_refuses_is_refused_before_anything_is_measured(
 
 
 def test_budgets_whose_pages_are_too_few_are_named(rates: dict[str, float], refused: Callable[..., str]) -> None:
-    """Five pages of 768 KiB fit 4 MiB, but neither half of it holds more than two."""
+    """Five pages of 768 KiB fit in 4 MiB, but each half holds only two."""
     memory = ["--device-memory", "2MiB", "--host-memory", "2MiB"]
     said = refused(*bench("--contexts", "256", "--tokens", "1", "--weights", "0", *memory))
     page = PAGE * BYTES * 2

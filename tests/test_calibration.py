@@ -34,7 +34,7 @@ LONG = timedelta(seconds=60)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Little is read, and nothing of the user's is touched."""
+    """Keeps measurements short, and leaves the user's files alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(calibration, "MEMORY_BYTES", 2 << 20)
     monkeypatch.setattr(calibration, "DISK_BYTES", 1)
@@ -43,14 +43,14 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Where a disk tier would be."""
+    """A directory for a disk tier."""
     made = tmp_path / "pages"
     made.mkdir(mode=0o700)
     return made
 
 
 def kept(directory: Path, threads: int = 2) -> Calibration:
-    """One that no machine would come to."""
+    """A kept calibration with rates that no machine has."""
     made = Calibration(threads, str(directory), {"memory": 3.0, "disk": 5.0}, {"memory": 2.0, "disk": 4.0})
     rates.keep(made)
     return made
@@ -107,7 +107,7 @@ def test_whole_parts_are_read_for_as_long_as_asked(size: int, directory: Path) -
 
 @pytest.mark.parametrize(("name", "row"), [("f16", 256), ("q8_0", 136), ("q4_0", 72)])
 def test_what_reads_memory_reads_all_of_it(name: str, row: int) -> None:
-    """By arithmetic: K and V of 2 heads of 128 in 4 layers, and of the token that looks."""
+    """K and V of 2 heads of 128 in 4 layers, including those of the token that attends."""
     with calibration._memory_reader(1, name) as reader:
         tokens = (2 << 20) // (4 * 2 * 2 * row)
         for _ in range(3):
@@ -122,7 +122,7 @@ def test_rates_at_once_are_of_passes_that_met_the_disk() -> None:
 
 
 def test_what_met_nothing_is_measured_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine no pass over memory may fall into the time in which the disk is read."""
+    """On a busy machine it can happen that no pass over memory overlaps with the disk reads."""
     beside = calibration._beside
     met: list[list[calibration._Span]] = []
 
@@ -149,7 +149,7 @@ def test_a_bench_measures_its_ceilings_and_keeps_nothing(directory: Path) -> Non
 def test_memory_gives_what_the_fastest_reader_gets(
     by_attention: float, in_order: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights are read in order and pages by attention: no run of both is faster than the ceiling."""
+    """Weights are read in order, pages by attention; the ceiling is the faster of the two."""
 
     def attended(reader: calibration._MemoryReader) -> calibration._Span:
         now = time.perf_counter()
@@ -161,7 +161,7 @@ def test_memory_gives_what_the_fastest_reader_gets(
 
 
 def test_reading_in_order_reads_every_word_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a second a pass, by the clock that each looks at when it begins and when it has ended."""
+    """Each pass takes one second: it reads the clock as it begins and as it ends."""
     read: list[int] = []
     clock = itertools.count()
 
@@ -234,7 +234,7 @@ ROUTES = Routes(
     ids=str,
 )
 def test_what_cannot_be_reckoned_with_is_not_there(path: list[Any], value: Any, directory: Path) -> None:
-    """Another version may have kept it: caches divide by these numbers."""
+    """Another version may have written it, and caches divide by these numbers."""
     rates.keep(replace(kept(directory), gpus={"one": ROUTES}))
     assert rates.kept() is not None
     document = inner = json.loads(rates.place().read_text())
@@ -253,7 +253,7 @@ def test_routes_of_a_gpu_come_back_and_hold_for_threads(directory: Path) -> None
     assert rates.routes_of("0000:01:00.0", 4) is None
     assert rates.routes_of("0000:02:00.0", 2) is None
     assert ROUTES.ceilings == {"pcie": 50e9, "memory": 60e9}
-    # As it was kept before there were GPUs.
+    # The format before GPUs were measured.
     before = asdict(made)
     del before["gpus"]
     rates.place().write_text(json.dumps(before))
@@ -261,7 +261,7 @@ def test_routes_of_a_gpu_come_back_and_hold_for_threads(directory: Path) -> None
 
 
 def test_rates_over_rows_of_other_formats() -> None:
-    """The CPU is as fast as alone where that is less than beside another, and the others are as fast as before."""
+    """The CPU's rate beside others is limited to its rate alone with that format; the others' rates do not change."""
     routes = replace(ROUTES, formats={"f16": 60e9, "q8_0": 45e9, "q4_0": 20e9})
     assert routes.over({"f16": 512}) == routes
     assert [each.get("memory") for each in routes.over({"q8_0": 272}).rates] == [None, None, 45e9, 40e9]
@@ -272,7 +272,7 @@ def test_rates_over_rows_of_other_formats() -> None:
     )
     assert routes.over({"q4_0": 144}).rates[3]["ring"] == 30e9
     assert routes.over({"f16": 512, "int8": 260}).rates == routes.rates[:2]
-    # As it was kept before formats were measured.
+    # The format before row formats were measured.
     assert ROUTES.over({"f16": 512}).rates == routes.rates[:2]
 
 
@@ -299,7 +299,7 @@ def test_routes_that_begin_late_and_routes_that_end_early() -> None:
 
 
 class Seen(ClockedStream):
-    """With events that can be looked at."""
+    """A stream with events that can be queried."""
 
     def record(self) -> Any:
         event = super().record()
@@ -308,7 +308,7 @@ class Seen(ClockedStream):
 
 
 class Watched(Clocked):
-    """With such streams, and a name."""
+    """A device with such streams, and a name."""
 
     name = "clocked"
 
@@ -318,7 +318,7 @@ class Watched(Clocked):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clocked], None]:
-    """Makes the time of a driver the time of the machine."""
+    """Makes a driver's clock the machine's clock."""
 
     def make(driver: Clocked) -> None:
         def sleep(seconds: float) -> None:
@@ -331,7 +331,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clocked], None]:
 
 
 def test_each_way_is_timed_alone_and_beside_the_others(clock: Callable[[Clocked], None]) -> None:
-    """By a driver that knows how fast it is: 50 GB/s by copies, 45 in place, 8 us for a copy of nothing."""
+    """A simulated device: 50 GB/s by copies, 45 in place, 8 us for an empty copy."""
     driver: Any = Watched(45e9, 50e9)
     clock(driver)
     routes = gpu.measure(driver, 3, lambda: None, 1 << 20)
@@ -353,7 +353,7 @@ def test_each_way_is_timed_alone_and_beside_the_others(clock: Callable[[Clocked]
 
 
 def test_rates_of_ways_that_share_a_link(clock: Callable[[Clocked], None]) -> None:
-    """Each piece waits for all that were begun before it, as on one link: together they carry what one does."""
+    """Each transfer waits for all earlier ones, as on one link: together they carry as much as one alone."""
     driver: Any = Watched(45e9, 50e9)
     clock(driver)
     stream, host, size = driver.stream(), driver.pinned(64), 64 << 20
@@ -380,7 +380,7 @@ def test_what_a_reader_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
 def test_doctor_measures_a_gpu(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that is emulated, and that has run a kernel."""
+    """An emulated GPU, on which a kernel ran."""
     emulator.require()
     monkeypatch.setattr(gpu, "PIECE_BYTES", 1 << 12)
     monkeypatch.setattr(gpu, "SECONDS", 0.01)

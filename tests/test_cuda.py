@@ -34,17 +34,17 @@ from pagoda.kernels import arguments, instances
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     emulator.require()
-    # A torch of the machine would take streams of the stand-in for its own.
+    # An installed torch would take the stand-in's streams for its own.
     monkeypatch.setitem(sys.modules, "torch", None)
     return cupy_stand_in.install(monkeypatch)
 
 
 @pytest.fixture
 def copying(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches on a GPU take arrays of NumPy."""
+    """Lets caches on a GPU take NumPy arrays."""
     open_driver = cuda.open_driver
     monkeypatch.setattr(cuda, "open_driver", lambda index: CopyingDriver(open_driver(index)))
-    # Measurements mean nothing here.
+    # Measurements are meaningless here.
     monkeypatch.setattr(cuda.CudaDriver, "copy_engine_bytes", 1 << 10)
     monkeypatch.setattr(cuda.CudaDriver, "ring_bytes", 0)
 
@@ -57,12 +57,12 @@ def open_cache(device: str = "cuda", **options: Any) -> pagoda.Cache:
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 @pytest.mark.parametrize("copy_engine_bytes", [0, 1 << 20])
 def test_a_cache_lives(device: str, copy_engine_bytes: int, copying: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps, moves by both ways and zeroing, whichever device is current meanwhile."""
+    """Steps, moves by both ways of copying, and zeroing, whichever device is current."""
     monkeypatch.setattr(cuda.CudaDriver, "copy_engine_bytes", copy_engine_bytes)
     with open_cache(device, zero_on_free=True) as cache:
         mirror = Mirror(cache)
         live = [mirror.create(), mirror.create()]
-        # Pages lie alternately, so that they go in several runs.
+        # The sequences' pages alternate, so that moves have several runs.
         for _ in range(3):
             mirror.step(live, [16, 16])
         live.append(mirror.fork(live[0]))
@@ -95,7 +95,7 @@ def test_pages_of_the_host_come_through_a_ring(copying: None, monkeypatch: pytes
 def test_memory_that_cannot_be_registered_is_allocated(
     copying: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels are given addresses of the host, for pages of the host tier and for those on disk."""
+    """Kernels get host addresses, for pages of the host tier and of the disk."""
     monkeypatch.setattr(Device, "host_pointers", 0)
     with open_cache(device_memory="256KiB", disk=tmp_path / "kept", disk_memory="1MiB") as cache:
         mirror = Mirror(cache)
@@ -110,7 +110,7 @@ def test_memory_that_cannot_be_registered_is_allocated(
 
 
 def test_memory_that_is_allocated_holds_all_of_the_arena(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a page of the system on, wherever CUDA's memory begins; its one piece begins with its first byte."""
+    """The arena is aligned to a system page, wherever CUDA's memory begins, and is one piece."""
     monkeypatch.setattr(Device, "host_pointers", 0)
     whole = []
 
@@ -133,7 +133,7 @@ def test_a_fork_copies_nothing_that_is_pinned(cupy: Any) -> None:
     arena.pin(arena.address, 1)
     ctypes.memset(arena.address, 1, 1)
     with warnings.catch_warnings():
-        # Of Python 3.12 and newer, where there is more than one thread.
+        # Python 3.12 and newer warn if there is more than one thread.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -143,7 +143,7 @@ def test_a_fork_copies_nothing_that_is_pinned(cupy: Any) -> None:
 
 
 def test_pieces_are_registered_that_are_touched(cupy: Any) -> None:
-    """By any of many runs, whichever order they come in; not what lies between, nor for memory of others."""
+    """Pieces touched by any of many runs, in any order; not pieces in between, nor for other memory."""
     arena = cuda.open_driver(0).host_arena(8 * cuda_memory.PIECE_BYTES, 1 << 16)
     start, piece = arena.address, cuda_memory.PIECE_BYTES
     places = np.array([start + 5 * piece, start - 64, start + piece - 32, start + 8 * piece, 1 << 62], np.uint64)
@@ -165,7 +165,7 @@ def test_a_system_that_does_not_know_the_advice_has_a_host_arena(cupy: Any, monk
 def test_a_cache_on_a_device_that_has_failed_can_be_closed(
     cupy: Any, copying: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever CUDA is asked for, it says no from then on; no step stays open, and the directory is free for others."""
+    """From then on every CUDA call fails. No step stays open, and the directory is released."""
     disk: dict[str, Any] = {"disk": tmp_path / "kept", "disk_memory": "1MiB", "resume": True}
     cache = open_cache(zero_on_free=True, **disk)
     mirror = Mirror(cache)
@@ -190,7 +190,7 @@ def test_a_cache_on_a_device_that_has_failed_can_be_closed(
 
 
 def test_arrays_of_the_device_go_in_and_one_comes_out(cupy: Any) -> None:
-    """And mypy lets them in: a class with the interface, and none of NumPy's."""
+    """mypy accepts them too: a class with the interface that is not NumPy's."""
     q, k = NdArray(np.ones((2, 4, 16), np.float32)), NdArray(np.zeros((2, 2, 16), np.float32))
     v = NdArray(np.array([1, 3], np.float32).repeat(32).reshape(2, 2, 16))
     with open_cache() as cache:
@@ -201,7 +201,7 @@ def test_arrays_of_the_device_go_in_and_one_comes_out(cupy: Any) -> None:
 
 
 def test_memory_of_a_closed_cache_is_free_whoever_asks_first(copying: None) -> None:
-    """CuPy's pool would give the next one a piece of it, and a second cache would find too little in one."""
+    """Otherwise CuPy's pool would give the next caller a piece of it, and leave no block large enough for a second cache."""
     others = []
     for _ in range(2):
         with open_cache(device_memory=cupy_stand_in.DEVICE_BYTES * 5 // 8):
@@ -217,7 +217,7 @@ def test_what_measures_a_gpu_runs_on_it(cupy: Any) -> None:
 
 
 def test_what_there_is_no_memory_to_measure_is_taken_for_granted(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages move, steps spill and read pages of the host tier on a GPU that is nearly full; later they are measured."""
+    """On a nearly full GPU, pages move and steps spill and read host pages with default thresholds, to be measured later."""
     open_driver, drivers = cuda.open_driver, list[Any]()
 
     def opened(index: int) -> CopyingDriver:
@@ -253,7 +253,7 @@ def test_what_there_is_no_memory_to_measure_is_taken_for_granted(cupy: Any, monk
 def test_memory_to_measure_with_that_is_refused_is_not_asked_for_again(
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit of the caller's is nothing that the driver of a GPU knows of."""
+    """The GPU's free memory does not reflect a limit that the caller has set on the pool."""
     pool = cupy_stand_in.pool
     hog = pool.alloc(cupy_stand_in.DEVICE_BYTES - (8 << 20))
     monkeypatch.setattr(cuda.CudaDriver, "free_bytes", 1 << 40)
@@ -277,7 +277,7 @@ def test_host_memory_of_a_forgotten_cache_is_not_registered_any_more(copying: No
 
 
 def test_memory_is_registered_until_what_is_forgotten_has_waited(cupy: Any) -> None:
-    """A cache that nobody has closed is a cycle, and waits for its kernels in `__del__`."""
+    """A cache that was not closed is a reference cycle, and waits for its kernels in `__del__`."""
     seen = []
 
     class Forgotten:
@@ -312,7 +312,7 @@ def test_a_device_that_has_failed_is_not_taken_for_one_at_work(cupy: Any, monkey
 def test_a_device_that_has_failed_is_not_taken_for_one_that_captures(
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CuPy's errors of CUDA are RuntimeErrors, as is what it says of a capture that is invalid."""
+    """CuPy's CUDA errors are RuntimeErrors, like its error for an invalid capture."""
 
     def failed(stream: Stream) -> bool:
         raise cupy.cuda.runtime.CUDARuntimeError(700)
@@ -324,7 +324,7 @@ def test_a_device_that_has_failed_is_not_taken_for_one_that_captures(
 
 
 def test_memory_is_of_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever is current. It has ended its work before memory changes hands, and zeroing before anybody has it."""
+    """Whichever device is current. The device ends its work before memory changes hands, and zeroes it before it is used."""
     seen: list[Any] = []
     monkeypatch.setattr(Device, "host_pointers", 0)
 
@@ -379,7 +379,7 @@ def test_memory_that_is_refused_says_whose(cupy: Any, monkeypatch: pytest.Monkey
         driver.memory(1 << 40)
     with pytest.raises(pagoda.BackendUnavailable, match=r"host_memory: 100 pinned bytes \(status 2\)"):
         driver.pinned(100)
-    # Allocators of the caller's: CuPy's that have no pool, and those of others.
+    # Allocators set by the caller: CuPy's without a pool, and other libraries'.
     for error in (refused, MemoryError("status 2")):
         fail(cupy.cuda, "alloc", error)
         with pytest.raises(pagoda.BackendUnavailable, match=r"device_memory: 100 bytes \(status 2\)"):
@@ -400,7 +400,7 @@ def test_memory_that_is_refused_says_whose(cupy: Any, monkeypatch: pytest.Monkey
 
 
 def test_a_kernel_has_the_shared_memory_that_it_asks_for(cupy: Any) -> None:
-    """More than the 48 KiB that CUDA gives unless it is told."""
+    """More than the 48 KiB that CUDA allows by default."""
     stream = cuda.open_driver(0).stream()
     stream.launch(instances.MOVE, 1, 32, arguments.Move(0, 0), shared_bytes=100 << 10)
 
@@ -421,7 +421,7 @@ def view_of(array: Any, index: int = 0) -> View:
     ],
 )
 def test_arrays_of_cupy(array: Any, kind: str, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without their array interface, which takes longer than all else, where they have memory."""
+    """Arrays that have memory are read without their array interface, which would take longer than all else."""
     if array.size:
         monkeypatch.setattr(NdArray, "__cuda_array_interface__", property(lambda _: pytest.fail("takes microseconds")))
     view = view_of(NdArray(array))
@@ -433,7 +433,7 @@ def test_arrays_of_cupy(array: Any, kind: str, cupy: Any, monkeypatch: pytest.Mo
 
 
 def test_arrays_by_dlpack(cupy: Any) -> None:
-    """What has no array interface of CUDA is taken through CuPy, but for arrays of the host and types CuPy has not."""
+    """Arrays without CUDA's array interface are taken through CuPy, except host arrays and types that CuPy lacks."""
     q, k = DLPackArray(np.ones((2, 4, 16), np.float32)), DLPackArray(np.zeros((2, 2, 16), np.float32))
     v = np.array([1, 3], np.float32).repeat(32).reshape(2, 2, 16)
     with open_cache() as cache, cache.step([cache.create()], [2]) as step:
@@ -449,7 +449,7 @@ def test_arrays_by_dlpack(cupy: Any) -> None:
 
 
 def test_an_array_by_dlpack_is_waited_for_on_the_stream_of_the_step(cupy: Any) -> None:
-    """Not on the one that is CuPy's at the time: kernels that read it are on the step's."""
+    """Not on CuPy's current stream: the kernels that read it are on the step's."""
     stream, other = Stream(non_blocking=True), Stream(non_blocking=True)
     q, k, v = (DLPackArray(np.ones((2, heads, 16), np.float32)) for heads in (4, 2, 2))
     with open_cache() as cache, cache.step([cache.create()], [2], stream=stream) as step, other:
@@ -458,8 +458,8 @@ def test_an_array_by_dlpack_is_waited_for_on_the_stream_of_the_step(cupy: Any) -
 
 
 class Tensor:
-    """A tensor of torch over memory of the host, as one on a GPU. slow: whether its array interface was read, for which torch
-    needs microseconds."""
+    """A torch tensor over host memory that behaves like one on a GPU. slow: whether its array interface was read, which takes
+    torch microseconds."""
 
     kinds: ClassVar = {"float32": "<f4", "float16": "<f2", "uint16": "<u2", "bfloat16": "<V2", "int16": "<i2"}
 
@@ -509,7 +509,7 @@ class Subclass(Tensor):
 
 @pytest.fixture
 def tensors(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch, as far as its tensors go."""
+    """Installs the part of torch that concerns tensors."""
     names = {name: f"torch.{name}" for name in Tensor.kinds}
     torch = SimpleNamespace(Tensor=Tensor, nn=SimpleNamespace(Parameter=Parameter), strided="strided", **names)
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -520,7 +520,7 @@ def tensors(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ("dtype", "name"), [("float32", "f32"), ("float16", "f16"), ("bfloat16", "bf16"), ("uint16", "u16")]
 )
 def test_tensors_of_torch(dtype: str, name: str, kind: type[Tensor], tensors: None) -> None:
-    """What they are, whichever way they are read; and without their array interface if nobody has changed what that says."""
+    """Both ways of reading give the same; the array interface is used only if a subclass may have changed it."""
     whole = np.zeros((3, 4, 8), np.float32 if dtype == "float32" else np.uint16)
     for hidden in (whole, whole[:, ::2], whole[1:, :, 4:], whole[:1, ::4], whole[:1, :1].transpose(1, 0, 2)):
         tensor = kind(hidden, dtype)
@@ -601,7 +601,7 @@ def test_an_event_is_recorded_again_when_nobody_has_it(cupy: Any) -> None:
 
 
 def test_streams_wait_for_each_other_by_events_of_cuda(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here all is done when it is asked for, so nothing else would miss them."""
+    """The stand-in does all work at once, so no other test would notice missing events."""
     seen: list[Any] = []
     for kind, name in ((Event, "record"), (Event, "synchronize"), (Stream, "wait_event")):
         monkeypatch.setattr(kind, name, lambda *given, name=name: seen.append((name, *given)))
@@ -621,14 +621,14 @@ def test_streams_wait_for_each_other_by_events_of_cuda(cupy: Any, monkeypatch: p
 def test_ctrl_c_anywhere_in_recording_leaves_no_half_of_an_event(cupy: Any) -> None:
     stream, came, after = cuda.open_driver(0).stream(), True, 0
     while came:
-        # What a finaliser raises is a warning, and warnings are errors.
+        # An exception in a finaliser is a warning, and warnings are errors.
         came = interrupted(stream.record, after)
         after += 1
     assert after > 10
 
 
 def test_a_thread_that_has_called_nothing_yet_launches(cupy: Any) -> None:
-    """Kernels that another has loaded."""
+    """It launches kernels that another thread has loaded."""
     rows = NdArray(np.zeros((1, 2, 16), np.float32))
     with open_cache() as cache, ThreadPoolExecutor(1) as pool:
         tokens = cache.create()
@@ -651,7 +651,7 @@ def test_streams_of_cupy(cupy: Any) -> None:
 
 
 def test_a_stream_that_is_another_in_each_thread_is_refused(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of CuPy, where CUPY_CUDA_PER_THREAD_DEFAULT_STREAM is set, of torch, or given."""
+    """CuPy's current one, with CUPY_CUDA_PER_THREAD_DEFAULT_STREAM set, torch's, or a given one."""
     driver, refused = (
         cuda.open_driver(0),
         pytest.raises(pagoda.InvalidArgument, match="stream = 2, cudaStreamPerThread: one"),
@@ -671,7 +671,7 @@ def test_a_stream_that_is_another_in_each_thread_is_refused(cupy: Any, monkeypat
 
 
 def test_a_stream_of_another_gpu_is_refused(cupy: Any) -> None:
-    """Before a step is open on it, which could not be closed any more."""
+    """Before a step is opened on it, which could not be closed again."""
     with Device(1):
         other = Stream(non_blocking=True)
     with open_cache() as cache:
@@ -685,7 +685,7 @@ def test_a_stream_of_another_gpu_is_refused(cupy: Any) -> None:
 
 
 def test_a_capture_that_has_failed_is_one_until_it_is_ended(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA refuses inside of a capture makes it invalid; CuPy raises where it is asked. The refusal is what is told."""
+    """A call that CUDA refuses invalidates the capture, and CuPy raises if asked about it. The first error is reported."""
 
     def invalid(stream: Stream) -> bool:
         raise RuntimeError("the stream was capturing, but an error has invalidated the capture sequence")
@@ -702,7 +702,7 @@ def test_a_capture_that_has_failed_is_one_until_it_is_ended(cupy: Any, monkeypat
 
 
 def test_a_step_is_captured_and_replayed(cupy: Any) -> None:
-    """By launches alone, and by no call that CUDA refuses meanwhile."""
+    """With launches only, and without calls that CUDA refuses during a capture."""
     stream, graphs = Stream(non_blocking=True), list[Any]()
     q, k, v, out = (NdArray(np.ones((2, heads, 16), np.float32)) for heads in (4, 2, 2, 4))
     v.hidden[1] = 3
@@ -727,7 +727,7 @@ def test_a_step_is_captured_and_replayed(cupy: Any) -> None:
 
 
 def test_a_stream_works_on_its_device(cupy: Any) -> None:
-    """Whichever is current: address 0 is the default stream of that one."""
+    """Whichever device is current. Address 0 means the current device's default stream."""
     driver = cuda.open_driver(1)
     stream, memory = driver.caller_stream(None), driver.memory(512)
     there = np.ctypeslib.as_array((ctypes.c_uint8 * 512).from_address(memory.address))
@@ -758,7 +758,7 @@ def test_rows_that_are_further_apart_than_a_copy_of_rows_takes(cupy: Any) -> Non
 
 
 class Torch:
-    """Streams of torch. An external one at address 0 is a new one, as torch makes it, and there is none at an odd address."""
+    """torch's streams. As in torch, an external stream at address 0 is a new one, and odd addresses are refused."""
 
     def __init__(self, *, initialized: bool) -> None:
         self.now = SimpleNamespace(cuda_stream=0)
@@ -798,7 +798,7 @@ def test_steps_are_on_the_stream_of_torch(cupy: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_stream_that_is_current_in_torch_is_not_made_so(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which takes longer than a launch."""
+    """Making it current would take longer than a launch."""
     torch = Torch(initialized=True)
     monkeypatch.setitem(sys.modules, "torch", torch)
     torch.cuda.stream = lambda stream: pytest.fail("it is")
@@ -818,7 +818,7 @@ def test_what_does_not_become_current_leaves_what_was(cupy: Any, monkeypatch: py
 
 
 def test_the_default_stream_has_two_addresses(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0, and 1: cudaStreamLegacy."""
+    """0, and 1, which is cudaStreamLegacy."""
     torch = Torch(initialized=True)
     monkeypatch.setitem(sys.modules, "torch", torch)
     for address in (0, 1):

@@ -55,7 +55,7 @@ def test_slow_speeds_are_told_apart(speed: float, deviation: float, said: str) -
 
 
 def test_a_window_bounds_what_is_kept(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was read before the tokens that are timed."""
+    """However many tokens precede the timed ones."""
     held, timed = [], depth.timed
 
     def counted(spec: pagoda.ModelSpec, before: int, tokens: int, options: dict[str, Any], write: Any) -> list[float]:
@@ -101,7 +101,7 @@ def test_a_folder_may_have_brackets_in_its_name(
 
 
 def test_layers_that_are_not_run_count_like_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on by a second whenever it is looked at: a call of a layer takes one, as does one between two."""
+    """The clock advances by a second at each reading: a layer's call takes one second, as does the time between two."""
     spec, options = pagoda.ModelSpec.preset("gemma-4-12b"), {"k_dtype": "f16", "v_dtype": "f16", "threads": 1}
     clock = itertools.count()
     monkeypatch.setattr(depth, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -134,7 +134,7 @@ def test_layers_that_are_not_run_count_like_those_that_are(monkeypatch: pytest.M
 def test_the_command_refuses_in_one_line(
     arguments: list[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # Its rows are too short for the scales of some formats, which the first ones do not have.
+    # Its rows are too short for the scales of some formats, but the first formats have none.
     narrow = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 24}
     (tmp_path / "narrow.json").write_text(json.dumps(narrow))
     monkeypatch.chdir(tmp_path)

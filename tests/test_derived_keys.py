@@ -21,9 +21,9 @@ from pagoda.rope import ProportionalScaling, Rope, YarnScaling
 Array = npt.NDArray[Any]
 
 SUMS = 1e-4
-"""How far results of a device may be from others, over the largest: tensor cores cut sums of 512 products off."""
+"""How far a device's results may be from others, relative to the largest: tensor cores truncate sums of 512 products."""
 GEMMA_4 = next(layer for layer in pagoda.ModelSpec.preset("gemma-4-12b").attention_layers if layer.k_eq_v)
-"""16 query heads on one K/V head of 512 elements, of which a quarter turns."""
+"""16 query heads on one K/V head of 512 elements, a quarter of which is rotated."""
 
 ROPES = [
     None,
@@ -36,7 +36,7 @@ ROPES = [
 
 
 class Pair:
-    """A cache that derives K, and one on the CPU that stores it as f32 beside the same V; the same is done to both."""
+    """A cache that derives K, and one on the CPU that stores it as f32, with the same V; every call is made on both."""
 
     def __init__(self, layer: pagoda.AttentionLayer, v_dtype: str, seed: int = 0, **options: Any) -> None:
         self.rng = np.random.default_rng(seed)
@@ -49,7 +49,7 @@ class Pair:
             "rotate": False,
         } | options
         self.derived = pagoda.Cache(spec, k_norms=[self.weight], **common)
-        # On the CPU K may be f32 whatever V is.
+        # On the CPU, K may be f32 whatever the format of V.
         self.stored = pagoda.Cache(spec.storing_k(), k_dtype="f32", device="cpu", **common)
         self.tolerance = tolerance_of(self.stored, 2e-5 if self.derived._device is None else SUMS)
         self.caches = [self.derived, self.stored]
@@ -58,7 +58,7 @@ class Pair:
         return [cache.create() for cache in self.caches]
 
     def rows(self, tokens: int) -> tuple[Array, Array]:
-        """Queries, and values as they are after a norm."""
+        """Queries, and values as after a norm."""
         q, v = (
             self.rng.standard_normal((tokens, heads, self.layer.head_dim), np.float32)
             for heads in (self.layer.num_q_heads, self.layer.num_kv_heads)
@@ -66,7 +66,7 @@ class Pair:
         return q * 0.5, v
 
     def step(self, batch: list[list[pagoda.Sequence]], counts: list[int], *, attend: bool = True) -> None:
-        """Appends random rows, and checks the results against each other."""
+        """Appends random rows, and compares the two results."""
         q, v = self.rows(sum(counts))
         results = []
         for index, cache in enumerate(self.caches):
@@ -84,7 +84,7 @@ class Pair:
 
 @pytest.fixture
 def stored_there(request: pytest.FixtureRequest, v_dtype: str) -> None:
-    """Of a test of formats, of which the device may lack some."""
+    """Skips formats that the device does not store."""
     if request.config.getoption("--device") != "cpu" and v_dtype not in instances.STORED:
         pytest.skip(f"a device does not store {v_dtype}")
 
@@ -92,7 +92,7 @@ def stored_there(request: pytest.FixtureRequest, v_dtype: str) -> None:
 @pytest.mark.usefixtures("stored_there")
 @pytest.mark.parametrize("v_dtype", FORMATS)
 def test_gemma_4s_derived_k_agrees_with_k_stored(v_dtype: str, emulated: bool) -> None:
-    """Of the model's own shape, over more than a run of pages; a prompt in chunks, then tokens of two branches."""
+    """With the model's own shape, over more than a run of pages: a prompt in chunks, then tokens of two branches."""
     pair = Pair(GEMMA_4, v_dtype)
     first, other = pair.create(), pair.create()
     pair.step([first, other], [90 if emulated else 4080, 3], attend=False)
@@ -132,7 +132,7 @@ def test_derived_k_against_float64(rope: Rope | None, v_dtype: str) -> None:
     seed=st.integers(0, 1 << 20),
 )
 def test_whatever_happens_to_sequences(layer: pagoda.AttentionLayer, page_size: int, trailing: bool, seed: int) -> None:
-    """Forks, drops, truncations, migrations, windows and sinks that follow one."""
+    """Forks, drops, truncations, migrations, windows and trailing sinks."""
     quantised = layer.head_dim % 32 == 0
     trailing = trailing and layer.window is None and layer.rope is not None
     retention = pagoda.SinkWindow(5, 60, "cache") if trailing else None
@@ -163,7 +163,7 @@ def test_whatever_happens_to_sequences(layer: pagoda.AttentionLayer, page_size: 
 @pytest.mark.parametrize("v_dtype", ["f16", "q8_0", "nvfp4"])
 @pytest.mark.usefixtures("names_the_cpu")
 def test_decode_and_prefill_agree_to_the_bit(v_dtype: str) -> None:
-    """In deterministic mode, whatever the chunks, the number of threads, the batch, and where pages lie."""
+    """In deterministic mode, for any chunks, number of threads and batch, and wherever pages lie."""
     layer = replace(GEMMA_4, num_q_heads=4, head_dim=128)
     rng = np.random.default_rng(5)
     weight = rng.uniform(0.2, 2, 128).astype(np.float32)
@@ -263,7 +263,7 @@ def test_rows_that_cannot_be() -> None:
 
 
 def test_queries_that_a_device_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 99 KB of shared memory rows of 640 elements in q8_0 take more with queries of 32 bits: others are attended to."""
+    """Rows of 640 elements in q8_0 with 32-bit queries need more than 99 KB of shared memory; 16-bit queries fit."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     monkeypatch.setattr(driver, "shared_bytes_max", 99 << 10)
     spec, rows = pagoda.ModelSpec([replace(GEMMA_4, head_dim=640)]), np.ones((1, 16, 640), np.float16)

@@ -49,7 +49,7 @@ def with_disk(
 
 
 def over_three_tiers(cache: pagoda.Cache, long: Tokens, other: Tokens) -> None:
-    """The long one is on disk, a part of it on the host as well."""
+    """Puts the long sequence on disk, with part of it also on the host."""
     cache.demote(other.sequence).wait()
     cache.demote(long.sequence, to="disk").wait()
     cache.promote(long.sequence, (130, 260), to="host").wait()
@@ -66,7 +66,7 @@ def test_a_ragged_batch_over_three_tiers(name: str, tmp_path: Path, monkeypatch:
 
 
 def test_bits_do_not_depend_on_where_pages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With deterministic=True: all on the device, or any of them on the host or on disk."""
+    """With deterministic=True: all on the device, or some on the host or on disk."""
     tiny: dict[str, Any] = {"num_q_heads": 2, "num_kv_heads": 1, "rope": ROPE}
     layers = [layer(**tiny), layer(**tiny, window=5000)]
     options: dict[str, Any] = {"page_size": 64, "deterministic": True, "headroom": 5000, "spill": False}
@@ -83,7 +83,7 @@ def test_bits_do_not_depend_on_where_pages_are(tmp_path: Path, monkeypatch: pyte
 def pages_on_disk(
     monkeypatch: pytest.MonkeyPatch, path: Path, driver: EmulatedDriver, **options: Any
 ) -> tuple[Mirror, Tokens]:
-    """A cache of two layers with a sequence of 30 pages on disk: 8 in a pass."""
+    """A cache of two layers with a sequence of 30 pages on disk, 8 per pass."""
     cache = with_disk(monkeypatch, path, driver, [layer(), layer()], device_memory="256KiB", **options)
     mirror = Mirror(cache, np.random.default_rng(7))
     tokens = mirror.create()
@@ -95,7 +95,7 @@ def pages_on_disk(
 
 
 def test_passes_of_wide_and_of_narrow_layers_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot holds as many bytes of either; on disk pages of the narrow one, in a group of its own, are mostly padding."""
+    """A slot holds as many bytes of either. On disk, pages of the narrow layer, in its own group, are mostly padding."""
     narrow = layer(num_kv_heads=1, num_q_heads=2, window=400)
     layers = [layer(num_kv_heads=4), narrow]
     with with_disk(monkeypatch, tmp_path, RestlessDriver(4), layers, device_memory="512KiB", spill=False) as cache:
@@ -112,7 +112,7 @@ def test_passes_of_wide_and_of_narrow_layers_are_read_whole(tmp_path: Path, monk
 
 
 def test_ctrl_c_between_a_read_and_its_copies_loses_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More often than there are slots."""
+    """Interrupted more often than there are slots."""
     monkeypatch.setattr(_core, "ring_bytes", lambda slot: 3 * slot)
     mirror, tokens = pages_on_disk(monkeypatch, tmp_path, LateDriver())
     mirror.step([tokens], [1])
@@ -131,7 +131,7 @@ def bytes_read(cache: pagoda.Cache) -> int:
 
 
 def test_every_byte_is_read_once_a_step_and_ahead_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How far ahead is the drive's and the device's affair: two passes may be in slots, and all of a step in the ring."""
+    """How far ahead depends on the drive and the device: two passes may be in slots, and a whole step in the ring."""
     mirror, tokens = pages_on_disk(monkeypatch, tmp_path, RestlessDriver(4))
     cache, steps, pages, ahead = mirror.cache, 12, 2 * 30, 2 * 8
     mirror.step([tokens], [1])
@@ -153,7 +153,7 @@ def test_layers_in_any_order_and_more_than_once(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_graph_reads_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take what it finds in the tables there for an address."""
+    """It would take the table entries of pages on disk for addresses."""
     driver = RestlessDriver(6)
     stream = CallerStream(driver)
     with with_disk(monkeypatch, tmp_path, driver, [layer()], device_memory="512KiB") as cache:
@@ -183,7 +183,7 @@ def test_a_graph_reads_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
 def test_without_room_for_a_ring_nothing_on_disk_is_attended_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing goes there by itself."""
+    """And the cache moves nothing to disk by itself."""
     options: dict[str, Any] = {"device_memory": "256KiB", "deterministic": True, "host_memory": "64KiB"}
     with with_disk(monkeypatch, tmp_path, EmulatedDriver(), [layer()], **options) as cache:
         mirror = Mirror(cache)
@@ -203,7 +203,7 @@ def test_without_room_for_a_ring_nothing_on_disk_is_attended_to(
         with pytest.raises(pagoda.OutOfBlocks):
             mirror.step([tokens], [4000])
         assert cache.stats().used_bytes("disk") == 0
-        # What no query sees may be there, and the first part of a page that was truncated.
+        # Pages that no query sees may be on disk, and so may a truncated page, which is copied back.
         mirror.truncate(tokens, 64)
         assert cache.demote(tokens.sequence, to="disk").wait()
         mirror.truncate(tokens, 10)
@@ -213,7 +213,7 @@ def test_without_room_for_a_ring_nothing_on_disk_is_attended_to(
 def test_a_page_that_does_not_verify_ends_the_step_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last pass, so that its read has failed long before it is needed."""
+    """The page is in the last pass, so that its read has failed long before it is needed."""
     mirror, tokens = pages_on_disk(monkeypatch, tmp_path, RestlessDriver(8))
     cache, other = mirror.cache, mirror.create()
     mirror.step([other], [60])
@@ -237,7 +237,7 @@ def test_a_page_that_does_not_verify_ends_the_step_and_no_other(
 def test_a_step_that_ends_with_a_copy_that_failed_gives_its_blocks_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had taken all blocks there are, for the next one to have."""
+    """It had taken all blocks; the next step gets them."""
     with with_disk(monkeypatch, tmp_path, RestlessDriver(3), [layer()], device_memory="512KiB", spill=False) as cache:
         mirror = Mirror(cache)
         cut, other = mirror.create(), cache.create()
@@ -279,7 +279,7 @@ def test_the_end_of_a_cache_with_moves_and_reads_under_way(
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_a_plan_of_which_a_part_fails(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came before the failure has moved, what came after it takes no space; it is told once."""
+    """Pages before the failure have moved, pages after it take no space, and the error is reported once."""
     monkeypatch.setattr(passage, "PART_BYTES", 1)
     monkeypatch.setattr(passage, "PARTS", parts)
     stored = 2 * 4096
@@ -305,7 +305,7 @@ def test_a_plan_of_which_a_part_fails(parts: int, tmp_path: Path, monkeypatch: p
 def test_a_part_that_fails_in_its_middle_has_moved_what_came_before(
     parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two parts with 20 pages each, of which threads read 16 at a time. Either fails, if the other was begun by then."""
+    """Two parts of 20 pages each, which threads read 16 at a time. Either may fail, if the other has begun by then."""
     monkeypatch.setattr(passage, "PART_BYTES", 20 * 2048)
     monkeypatch.setattr(passage, "PARTS", parts)
     with with_disk(monkeypatch, tmp_path, RestlessDriver(9), [layer()], device_memory="512KiB", spill=False) as cache:
@@ -329,7 +329,7 @@ def test_a_part_that_fails_in_its_middle_has_moved_what_came_before(
 
 
 def test_interrupts_while_pages_come_from_disk_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C at any moment of a step: no slot of either ring is lost, and what it says next is right."""
+    """Ctrl-C at any moment of a step: no slot of either ring is lost, and the next result is right."""
     mirror, tokens = pages_on_disk(monkeypatch, tmp_path, RestlessDriver(11))
     cache, rows, q = mirror.cache, np.zeros((1, 2, 16), np.float32), np.ones((1, 4, 16), np.float32)
 
@@ -357,7 +357,7 @@ def test_interrupts_while_pages_come_from_disk_lose_nothing(tmp_path: Path, monk
 
 @pytest.mark.parametrize("ways", [("host", "device"), ("disk", "device"), ("disk", "host")])
 def test_ctrl_c_anywhere_in_a_move(ways: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan goes on with the next calls, no page stays where it was or is read before it has come, nothing leaks."""
+    """Later calls continue the plan, every page moves, none is read before it has arrived, and nothing leaks."""
     monkeypatch.setattr(passage, "PART_BYTES", 1)
     monkeypatch.setattr(passage, "PARTS", 2)
     driver = RestlessDriver(12)
@@ -365,7 +365,7 @@ def test_ctrl_c_anywhere_in_a_move(ways: tuple[str, str], tmp_path: Path, monkey
         mirror = Mirror(cache)
         tokens, between = mirror.create(), mirror.create()
         for _ in range(4):
-            # Pages of others lie between, so that they go in several copies.
+            # Another sequence's pages in between make the move several copies.
             mirror.step([tokens, between], [16, 16])
 
         def move(to: str) -> None:
@@ -394,7 +394,7 @@ def test_ctrl_c_anywhere_in_a_move(ways: tuple[str, str], tmp_path: Path, monkey
 
 
 def test_memory_that_cannot_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages stay on disk, the error is told once, and the next try succeeds."""
+    """Pages stay on disk, the error is reported once, and the next attempt succeeds."""
     driver = RestlessDriver(10)
     with with_disk(monkeypatch, tmp_path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
         mirror = Mirror(cache)
@@ -417,7 +417,7 @@ def test_memory_that_cannot_be_pinned(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def a_write_follows_the_kernel(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Pages leave for disk before the append that wrote them has run."""
+    """Without it, pages are written to disk before the append that writes them has run."""
     driver = LateDriver()
     with with_disk(monkeypatch, path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
         mirror = Mirror(cache)
@@ -431,7 +431,7 @@ def a_write_follows_the_kernel(monkeypatch: pytest.MonkeyPatch, path: Path) -> N
 
 
 def a_page_is_read_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Pages that come from disk are read on the device before they are there."""
+    """Without it, pages from disk are read on the device before they have arrived."""
     driver = LateDriver()
     with with_disk(monkeypatch, path, driver, [layer()], device_memory="512KiB", spill=False) as cache:
         mirror = Mirror(cache)
@@ -446,14 +446,14 @@ def a_page_is_read_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch, path: Pa
 
 
 def a_part_of_the_stage_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """With one part of one page: the next page is read into it while the one before is being copied from it."""
+    """Without it, with one part of one page, the next page is read into the part while the previous one is copied from it."""
     monkeypatch.setattr(passage, "PART_BYTES", 1)
     monkeypatch.setattr(passage, "PARTS", 1)
     a_page_is_read_when_it_has_arrived(monkeypatch, path)
 
 
 def a_slot_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """With three slots: they are read into while they are being copied from."""
+    """Without it, with three slots, slots are read into while they are being copied from."""
     monkeypatch.setattr(_core, "ring_bytes", lambda slot: 3 * slot)
     mirror, tokens = pages_on_disk(monkeypatch, path, LateDriver())
     for _ in range(2):
@@ -462,7 +462,7 @@ def a_slot_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> No
 
 
 def memory_is_pinned_before_it_is_written(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Pages that came from disk to the host are there when memory beside them is pinned."""
+    """Without it, pinning the memory of other pages would overwrite pages that came from disk to the host."""
     with with_disk(monkeypatch, path, EmulatedDriver(), [layer()], device_memory="512KiB", spill=False) as cache:
         mirror = Mirror(cache)
         tokens, other = mirror.create(), mirror.create()
@@ -479,7 +479,7 @@ def hasty_copies(self: Plans, rows: Any) -> Nothing:
 
 
 def hasty_slots(self: Reads) -> None:
-    """Slots are given back at once, and read into before anybody goes on."""
+    """Gives slots back at once, so that they are read into immediately."""
     while self._lent:
         self._core.give_back(self._lent.popleft()[0])
 
@@ -523,7 +523,7 @@ def test_a_missing_fence_is_noticed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where that depends on how fast the drive is, at some time."""
+    """Where it depends on the drive's speed, after some attempts."""
     for patch in broken:
         monkeypatch.setattr(*patch)
     deadline = time.monotonic() + 60

@@ -31,7 +31,7 @@ TOKENS = 48
 
 
 class LateDriver(EmulatedDriver):
-    """Looking at an event lets no work be done."""
+    """A query of an event lets no work be done."""
 
     def work_a_little(self) -> None:
         pass
@@ -43,7 +43,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> LateDriver:
 
 
 class World:
-    """A cache with one sequence of three full pages, whose appends have been launched and have not run."""
+    """A cache with one sequence of three full pages, whose appends are launched but have not run."""
 
     def __init__(self, driver: LateDriver, device_pages: int = 8, zero_on_free: bool = False) -> None:
         self.driver = driver
@@ -63,7 +63,7 @@ class World:
         )
         self.k = self.v = self.rows(0)
         with self.cache.create() as self.sequence:
-            # Tables and scratch memory become as large as they will be: to grow they would wait for the device.
+            # Tables and scratch memory reach their final size now: growing later would wait for the device.
             self.k, self.v = self.append(self.sequence, TOKENS, self.streams[0])
             self.look(self.streams[0])
         self.sequence = self.cache.create()
@@ -79,7 +79,7 @@ class World:
         return k, v
 
     def look(self, stream: Stream) -> None:
-        """Attends with one more token, and compares."""
+        """Attends with one more token, and compares the result."""
         k, v = self.rows(1), self.rows(1)
         q = self.rng.standard_normal((1, 2, 64)).astype(np.float32)
         with self.cache.step([self.sequence], [1], stream=stream) as step:
@@ -89,7 +89,7 @@ class World:
 
 
 def check(out: Array, q: Array, k: Array, v: Array) -> None:
-    """Compares attention of one token over all with float64."""
+    """Compares attention of one token over all tokens with float64."""
     scores = q[0].astype(np.float64) @ k[:, 0].astype(np.float64).T / 8
     weights = np.exp(scores - scores.max(1, keepdims=True))
     expected = weights / weights.sum(1, keepdims=True) @ v[:, 0].astype(np.float64)
@@ -97,7 +97,7 @@ def check(out: Array, q: Array, k: Array, v: Array) -> None:
 
 
 class PatientStream(CallerStream):
-    """A caller who looks at results later."""
+    """The stream of a caller who reads results later."""
 
     def launch(
         self, kernel: Kernel, grid: int, threads: int, arguments: ctypes.Structure, *, shared_bytes: int = 0
@@ -106,20 +106,20 @@ class PatientStream(CallerStream):
 
 
 def a_copy_follows_the_step(driver: LateDriver) -> None:
-    """Pages leave for the host before the append that wrote them has run."""
+    """Without it, pages are copied to the host before the append that writes them has run."""
     world = World(driver)
     world.cache.demote(world.sequence).wait()
     world.look(world.streams[0])
 
 
 def a_step_follows_the_step(driver: LateDriver) -> None:
-    """A step on another stream attends over what the first one appended."""
+    """A step on another stream attends over rows that the first one appended."""
     world = World(driver)
     world.look(world.streams[1])
 
 
 def a_block_waits_for_its_copy(driver: LateDriver) -> None:
-    """A device block is handed out again while the copy that empties it is under way."""
+    """Without it, a device block is handed out again while the copy from it is under way."""
     world = World(driver, device_pages=4)
     ticket = world.cache.demote(world.sequence)
     other = world.cache.create()
@@ -135,7 +135,7 @@ def a_block_waits_for_its_copy(driver: LateDriver) -> None:
 
 
 def a_load_waits_for_the_readers_of_its_target(driver: LateDriver) -> None:
-    """A block is freed and loaded into while a step has yet to read it."""
+    """Without it, a page is loaded into a freed block that a step has yet to read."""
     world = World(driver, device_pages=4)
     world.driver.catch_up()
     world.cache.demote(world.sequence).wait()
@@ -159,7 +159,7 @@ def a_load_waits_for_the_readers_of_its_target(driver: LateDriver) -> None:
 
 
 def tables_stay_until_they_have_come(driver: LateDriver) -> None:
-    """The words of a step's tables are written over by a later step while their copy to the device is under way."""
+    """Without it, a later step overwrites the words of a step's tables while their copy to the device is under way."""
     world = World(driver, device_pages=20)
     world.driver.catch_up()
     late = [world.cache.create() for _ in range(4)]
@@ -170,14 +170,14 @@ def tables_stay_until_they_have_come(driver: LateDriver) -> None:
 
 
 def a_step_follows_the_zeros(driver: LateDriver) -> None:
-    """Blocks of a sequence that was released are zeroed after the next one has written to them."""
+    """Without it, blocks of a released sequence are zeroed after the next sequence has written to them."""
     world = World(driver, device_pages=4, zero_on_free=True)
     world.driver.catch_up()
     world.look(world.streams[0])
 
 
 def a_copy_follows_the_zeros(driver: LateDriver) -> None:
-    """Blocks that pages have left are zeroed after the pages are back."""
+    """Without it, blocks that pages have left are zeroed after the pages are back."""
     world = World(driver, zero_on_free=True)
     world.look(world.streams[0])
     world.cache.demote(world.sequence).wait()
@@ -195,7 +195,7 @@ def no_follow_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_wait_for_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies would wait for the last step by the order of streams as well."""
+    """Also removes the waits between streams, by which copies would wait for the last step too."""
     end = DeviceEngine._end
 
     def hasty(self: DeviceEngine) -> None:
@@ -266,7 +266,7 @@ def test_a_step_that_finds_no_blocks_is_not_open(driver: LateDriver) -> None:
 @pytest.mark.parametrize("open_step", [False, True])
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_memory_does_not_go_before_its_last_kernel(driver: LateDriver, open_step: bool, forgotten: bool) -> None:
-    """A cache is closed, or nobody holds it any more, while the device is at work in it."""
+    """A cache is closed, or its last reference dropped, while the device is working in it."""
     world = World(driver)
     stream, k, v = world.streams[1], world.rows(1), world.rows(1)
     step = world.cache.step([world.sequence], [1], stream=stream).__enter__()
@@ -287,7 +287,7 @@ def test_memory_does_not_go_before_its_last_kernel(driver: LateDriver, open_step
 
 def test_scratch_memory_does_not_go_before_a_kernel_of_the_step_that_uses_it(driver: LateDriver) -> None:
     class LateCaller(CallerStream):
-        """A caller who does not wait for attention."""
+        """The stream of a caller who does not wait for attention."""
 
         launch = Stream.launch
 
@@ -306,7 +306,7 @@ def test_scratch_memory_does_not_go_before_a_kernel_of_the_step_that_uses_it(dri
 
 
 def test_a_step_is_committed_whatever_becomes_of_copies(driver: LateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a plan under way needs is refused in the middle of a commit: the plan fails, and the step has ended."""
+    """Memory for a plan under way is refused in the middle of a commit: the plan fails, and the step has ended."""
     world = World(driver)
     assert world.cache._device is not None
 
@@ -323,7 +323,7 @@ def test_a_step_is_committed_whatever_becomes_of_copies(driver: LateDriver, monk
 
 
 def test_a_look_at_copies_under_way_is_not_a_look_at_each(driver: LateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made in order: behind one that has not ended none has."""
+    """Copies end in order: after one that has not ended, none has."""
     looks: list[Event] = []
 
     class Counted(Event):
@@ -351,7 +351,7 @@ def test_a_look_at_copies_under_way_is_not_a_look_at_each(driver: LateDriver, mo
 
 
 def test_ctrl_c_in_a_step_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every 61st instruction, in tables and memory that grow, too: what is there before a step is there after it."""
+    """At every 61st instruction, also while tables and memory grow: rows stored before a step are intact after it."""
     for after in count(0, 61):
         driver = install_driver(monkeypatch, LateDriver())
         world = World(driver, device_pages=12, zero_on_free=after % 2 == 0)

@@ -29,7 +29,7 @@ def test_one_graph_serves_sequences_that_grow_join_and_leave(
 
 
 def test_a_graph_reads_common_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured where nothing is in common, replayed where much is."""
+    """Captured without common pages, replayed with many."""
     model = emulated(monkeypatch, 4, 0)
     root = model.create()
     for _ in range(90):
@@ -45,7 +45,7 @@ def test_a_graph_reads_common_pages_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_graph_takes_the_centre_from_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured in a step that has too few for it, replayed in one that has enough, and in one that finds them there."""
+    """Captured in a step with too few rows for a centre, replayed in one with enough, and in one over those rows."""
     stream, rng = CallerStream(install_driver(monkeypatch, EmulatedDriver(0))), np.random.default_rng(1)
     q, k, v = (rng.standard_normal((32, heads, 64)).astype(np.float16) for heads in (4, 2, 2))
     spec, out = pagoda.ModelSpec([pagoda.AttentionLayer(4, 2, 64)]), np.empty_like(q)
@@ -69,7 +69,7 @@ def test_a_graph_takes_the_centre_from_the_first_rows(monkeypatch: pytest.Monkey
                 step.replay(graph.launch)
             np.testing.assert_array_equal(memory.array.view(np.float32), means.ravel())
             k *= -1
-        # Too few again, of which one head is of the other sign.
+        # Too few rows again, with one head's sign reversed.
         second.release()
         k[:, 1] *= -1
         kept = kept_of(means, k[:7])
@@ -81,7 +81,7 @@ def test_a_graph_takes_the_centre_from_the_first_rows(monkeypatch: pytest.Monkey
 
 
 def test_the_engine_fits_the_largest_number_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the step; or of any, once maxima are declared."""
+    """That of the step, or, once maxima are declared, that of any step."""
     seen: list[str] = []
     launch = Stream.launch
 
@@ -114,7 +114,7 @@ def test_the_engine_fits_the_largest_number_of_queries(monkeypatch: pytest.Monke
 
 
 def test_no_step_finds_less_memory_than_was_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, few tokens and one, alone and of sequences with pages in common: more memory would be waited for."""
+    """Prompts, few tokens and single ones, with and without common pages: growing memory would wait for the device."""
     install_driver(monkeypatch, EmulatedDriver(0))
     spec = pagoda.ModelSpec([pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=1, head_dim=64)])
     with pagoda.Cache(spec, device="cuda", device_memory="8MiB", host_memory=0, page_size=16) as cache:
@@ -185,7 +185,7 @@ def test_a_capture_that_has_no_memory_says_what_to_declare(monkeypatch: pytest.M
 
 
 def test_a_graph_loads_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA refuses that where the capture is of mode global, as torch's are, and the capture is lost."""
+    """CUDA refuses that during a capture in global mode, as torch's are, and the capture is lost."""
     model = emulated(monkeypatch, 1, 0)
     one = model.create()
     for kernel in ("append<F16, F16, F16>", "attend<ManyQueries"):
@@ -219,7 +219,7 @@ def test_a_checked_cache_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_capture_is_inside_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event that is recorded meanwhile would be one of the graph: nobody could wait for the step, now or later."""
+    """An event recorded during a capture belongs to the graph: nobody could ever wait for the step."""
     model = emulated(monkeypatch, 1, 0)
     live, cache, stream = [model.create() for _ in range(2)], model.cache, model.stream
     model.step(live, [1, 1])
@@ -250,13 +250,13 @@ def test_a_capture_is_inside_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_capture_goes_on_whatever_the_cache_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing looks at an event, which would end a capture in mode global: neither in the step nor once it is rolled back."""
+    """No call queries an event, which would end a capture in global mode: neither in the step nor after its rollback."""
     model = emulated(monkeypatch, 1, 0)
     (one, two), cache, stream = (model.create() for _ in range(2)), model.cache, model.stream
     model.step([one, two], [1, 1])
     monkeypatch.setattr(stream.driver, "work_a_little", lambda: None)
     with pytest.raises(ZeroDivisionError), cache.step([two], [1], stream=stream) as step:
-        # No attention, for which the caller's stream waits: this step goes on.
+        # No attention, for which the caller's stream would wait: this step stays unfinished.
         step.append(0, model.k[0], model.v[0])
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError), cache.step([one], [1], stream=stream) as step:
@@ -327,7 +327,7 @@ def test_only_spans_that_trail_have_angles_for_each_query(positions: str, monkey
 
 
 def test_what_there_is_no_memory_for_is_not_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever piece of it is refused: steps go on as before, and smaller maxima can be declared."""
+    """Whichever allocation is refused: steps work as before, and smaller maxima can be declared."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     spec = pagoda.ModelSpec([pagoda.AttentionLayer(2, 1, 64)])
     memory, left = driver.memory, 0

@@ -79,9 +79,9 @@ FOLDED = [
     for shape in SHAPES
     if shape.engine in ("prefill", "stacked columns", "wide") and "Nvfp4" in (shape.k, shape.v)
 ]
-"""Whose rows the engine for many queries decodes times their scales."""
+"""Shapes in which the engine for many queries decodes rows multiplied by their scales."""
 BY_SHARE = [SHAPES[1], SHAPES[9], SHAPES[23], SHAPES[24]]
-"""Decoding and prefill, of 16-bit rows and of quantised ones."""
+"""Decoding and prefill, with 16-bit and with quantised rows."""
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
 APPENDS += [("Q8_0", "Q4_0", "F32"), ("Fp8E4m3", "F16", "BF16"), ("BF16", "Int8", "F16"), ("F16", "Mxfp4", "F32")]
 APPENDS += [("Q5_0", "Q4_0", "BF16")]
@@ -100,7 +100,7 @@ def test_arguments_are_laid_out_as_the_kernels_read_them(library: emulator.Libra
 
 
 def test_what_folds_is_exact_in_16_bits() -> None:
-    """Each code of nvfp4 times each scale, as f16 in units of 2^-14 and as bf16: nothing is rounded."""
+    """Each code of nvfp4 times each scale is exact as f16 in units of 2^-14 and as bf16."""
     codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     scales = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     for dtype, unit in ((np.float16, 2.0**-14), (ml_dtypes.bfloat16, 1.0)):
@@ -119,7 +119,7 @@ def test_every_engine_and_head_size(shape: Shape, library: emulator.Library) -> 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_soft_caps_and_sinks(shape: Shape, library: emulator.Library) -> None:
-    """In every engine, and each way of dividing work: results in one part and in several, with parts in common."""
+    """In every engine and each division of work: results in one part and in several, and with common pages."""
     group = 2 if shape.dim > 256 else 3
     batch = [one(1), one(150, 2), one(90, 40 if "stacked" in shape.engine else 1)]
     options: dict[str, Any] = {"group": group, "kv_heads": 1, "page_size": 8}
@@ -135,7 +135,7 @@ def test_soft_caps_and_sinks(shape: Shape, library: emulator.Library) -> None:
 
 
 def test_scores_beyond_a_cap(library: emulator.Library) -> None:
-    """What the cap cuts off entirely, and NaN, which it does not."""
+    """Scores at the cap, and NaN, which the cap must let through."""
     for shape in (SHAPES[0], SHAPES[9], SHAPES[12]):
         world = World(shape, [one(90, 3)], softcap=0.01)
         world.compare(library, 3)
@@ -146,7 +146,7 @@ def test_scores_beyond_a_cap(library: emulator.Library) -> None:
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], *FROM_V[:2]], ids=lambda shape: shape.name)
 def test_queries_next_to_nothing(shape: Shape, library: emulator.Library) -> None:
-    """Those that f16 holds only as multiples, by which scores are divided: as all rows that are seen weigh the same."""
+    """f16 holds such queries only scaled up, and scores are divided by the factor. All visible rows weigh the same."""
     world = World(shape, [one(17, 2), one(70)])
     for head, size in enumerate([0, 1e-38, 1e-30, 1e-20, 1e-10]):
         world.q.array[:, head] *= size
@@ -163,7 +163,7 @@ def test_pages_and_windows(page_size: int, window: int | None, library: emulator
 
 @pytest.mark.parametrize("grid", [1, 2, 3, 4, 9, 33, 200])
 def test_any_grid_and_any_order(grid: int, library: emulator.Library) -> None:
-    """One long sequence among short ones: shares begin and end anywhere, and whoever is last merges."""
+    """One long sequence among short ones: shares begin and end anywhere, and the last thread block merges."""
     for seed in range(3):
         batch = [one(700), *[one(20 + 7 * i) for i in range(5)]]
         World(SHAPES[1], batch, seed=seed).compare(library, grid, seed=seed)
@@ -171,7 +171,7 @@ def test_any_grid_and_any_order(grid: int, library: emulator.Library) -> None:
 
 @pytest.mark.parametrize("rope", [None, (32, False), (16, True), (32, True)])
 def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None:
-    """Dropped tokens: a sequence of several spans, which begin and end inside pages and have moved."""
+    """After dropped tokens a sequence has several spans, which begin and end inside pages and have moved."""
     pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(3, 1, 7), Span(0, 70)]
     for shape in BY_SHARE:
         new = 60 if shape.rows > 16 else 4
@@ -183,7 +183,7 @@ def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None
 @pytest.mark.parametrize("sight", [Sight.ALWAYS, Sight.TRAILING])
 @pytest.mark.parametrize("rope", [None, (32, False), (16, True)])
 def test_sinks(rope: tuple[int, bool] | None, sight: Sight, library: emulator.Library) -> None:
-    """Spans that every query sees, some of them nearer than others; entries before a span whose pages have left."""
+    """Spans that every query sees, some nearer than they are; table entries before a span whose pages have left."""
     sinks = [Span(0, 21, 500, sight, 60), Span(5, 10, 40, sight, -30)]
     for shape in BY_SHARE:
         new = 60 if shape.rows > 16 else 4
@@ -195,8 +195,8 @@ def test_sinks(rope: tuple[int, bool] | None, sight: Sight, library: emulator.Li
 @pytest.mark.parametrize("rope", [None, (24, False), (16, True), (32, True)])
 @pytest.mark.parametrize("shape", FROM_V, ids=lambda shape: shape.name)
 def test_keys_that_are_made_from_values(shape: Shape, rope: tuple[int, bool] | None, library: emulator.Library) -> None:
-    """Rotated by the positions that their tokens came with, wherever these have gone: behind what was dropped, beyond 2^32,
-    in spans that every query sees; and whoever shares their pages."""
+    """They are rotated by their tokens' original positions, wherever the tokens have moved: after dropped ones, beyond 2^32,
+    in spans that every query sees, and in shared pages."""
     if rope and 2 * rope[0] > shape.dim:
         rope = (shape.dim // 2, rope[1])
     pieces = [Span(0, 21, 500, position=7), Span(5, 70, 40, position=5 << 30), Span(9, 30, position=(5 << 30) + 150)]
@@ -216,7 +216,7 @@ def test_any_group(group: int, library: emulator.Library) -> None:
 
 @pytest.mark.parametrize(("number", "group", "sets"), [(0, 32, 2), (0, 64, 8), (12, 32, 4), (20, 128, 2), (21, 128, 2)])
 def test_more_heads_than_a_unit_has_rows(number: int, group: int, sets: int, library: emulator.Library) -> None:
-    """The query heads of a K/V head in several units, in one part and in several, with common pages."""
+    """The query heads of a K/V head take several units; results in one part and in several, also with common pages."""
     shape = SHAPES[number]
     batch = [one(50), one(70, 1 if shape.dim > 256 else 3)]
     options: dict[str, Any] = {"group": group, "sets": sets, "kv_heads": 1 if shape.dim > 256 else 2, "page_size": 8}
@@ -240,7 +240,7 @@ def test_no_query_at_all(library: emulator.Library) -> None:
     ],
 )
 def test_bits_depend_on_the_sequence_alone(shape: Shape, prefill: Shape, library: emulator.Library) -> None:
-    """By runs: another batch, another grid, another order, other places, chunks or one token at a time."""
+    """Divided by runs: not on the batch, the grid, the order, the places of pages, or the engine."""
     pieces = [Span(0, 4200), Span(9, 150)]
     alone = World(shape, [Sequence(pieces, 2)], kv_heads=1, group=2, seed=1)
     out, lse = alone.attend(library, 3, division=Division.RUNS)
@@ -261,7 +261,7 @@ def test_bits_depend_on_the_sequence_alone(shape: Shape, prefill: Shape, library
 
 @pytest.mark.parametrize("shape", [*BY_SHARE, SHAPES[12]], ids=lambda shape: shape.name)
 def test_launches_go_on_where_others_have_stopped(shape: Shape, library: emulator.Library) -> None:
-    """Anywhere: inside tiles, of which the others then have no part, inside spans that every query sees, behind windows."""
+    """Anywhere: inside tiles, inside spans that every query sees, after windows."""
     sinks = Sequence([Span(0, 21, 0, Sight.ALWAYS), Span(5, 120)], 2)
     batch = [one(300, 60 if shape.rows > 16 else 4), one(90), sinks, one(5)]
     for grid, stops, window in ((1, [64], None), (4, [10, 64, 130, 290], None), (7, [15, 64, 65], 100), (3, [100], 1)):
@@ -270,7 +270,7 @@ def test_launches_go_on_where_others_have_stopped(shape: Shape, library: emulato
 
 
 def test_bits_do_not_depend_on_where_launches_stop(library: emulator.Library) -> None:
-    """Between runs."""
+    """If they stop between runs."""
     for division in (Division.RUNS, Division.UNITS):
         world = World(SHAPES[10], [one(9000, 2), one(70)], kv_heads=1, group=2)
         out, lse = world.attend(library, 3, division=division)
@@ -286,13 +286,13 @@ COMMONS = [
     [Common([0, 2, 3], 0, 208)],
     [Common([0, 1, 2, 3, 4], 0, 80), Common([1, 2], 80, 240), Common([3, 4], 80, 96)],
 ]
-"""Of one level, of some sequences only, and as a tree whose borders lie inside tiles."""
+"""One level, some of the sequences only, and a tree with borders inside tiles."""
 
 
 @pytest.mark.parametrize("commons", COMMONS)
 @pytest.mark.parametrize("shape", [*BY_SHARE, SHAPES[12]], ids=lambda shape: shape.name)
 def test_common_pages_are_read_once(commons: list[Common], shape: Shape, library: emulator.Library) -> None:
-    """Sequences that share a prefix, a query or a few each: parts of common pages are added to each one's own."""
+    """Sequences that share a prefix, with one query or a few each: parts of common pages are merged with their own."""
     batch = [one(300), one(250, 3), one(241), one(260, 2), one(290)]
     for grid in (1, 4, 50):
         World(shape, batch, commons=commons).compare(library, grid, seed=grid)
@@ -300,7 +300,7 @@ def test_common_pages_are_read_once(commons: list[Common], shape: Shape, library
 
 @pytest.mark.parametrize("shape", [*BY_SHARE, SHAPES[12]], ids=lambda shape: shape.name)
 def test_sums_are_put_aside(shape: Shape, library: emulator.Library) -> None:
-    """After every tile of a team, or every other: of units that a thread block does alone, ends, or begins."""
+    """After every tile of a team or every second one, in units that a thread block does alone, ends or begins."""
     batch = [one(300), one(700, 20 if shape.rows > 16 else 2), one(5), one(260, 2)]
     for grid, stretch in ((1, 1), (3, 2), (7, 1)):
         World(shape, batch, sinks=True).compare(library, grid, stretch=stretch, seed=grid)
@@ -310,7 +310,7 @@ def test_sums_are_put_aside(shape: Shape, library: emulator.Library) -> None:
 
 
 def test_long_sums_lose_little(library: emulator.Library) -> None:
-    """Tensor cores cut sums off: what that takes from a result grows with the rows that are added up at once."""
+    """Tensor cores truncate sums: the loss grows with the number of rows that are added up at once."""
     world = World(SHAPES[8], [one(16384)], kv_heads=1, group=1, mean=1.0)
     right, _ = world.expected()
 
@@ -443,7 +443,7 @@ BROKEN_CODES = {
     "values in units": ("many_queries.cuh", "% 2] / unit_of_values<V>();", "% 2];"),
     "values in units for few": ("few_queries.cuh", "% 2] / unit_of_values<V>();", "% 2];"),
 }
-"""The same of quantised rows."""
+"""The same for quantised rows."""
 
 BROKEN_FOLDS = {
     "folded scales of other rows": ("quantised.cuh", "scales + row * Format", "scales + (row ^ 1) * Format"),
@@ -451,7 +451,7 @@ BROKEN_FOLDS = {
     "folded scales past the fill": ("many_queries.cuh", "CAREFUL && !Shape::DecodedV::SCALED", "false"),
     "folded scales past the fill, of one query": ("many_queries.cuh", "(!V::QUANTISED && ", "("),
 }
-"""The same of rows that are decoded times their scales."""
+"""The same for rows that are decoded multiplied by their scales."""
 
 BROKEN_KEYS = {
     "one position": ("derived.cuh", "position + row", "position"),
@@ -475,12 +475,12 @@ BROKEN_KEYS = {
     ),
     "no zeros behind keys": ("derived.cuh", "i < DEPTH / 2", "i < DIM / 2"),
 }
-"""The same of keys that are made from values."""
+"""The same for keys that are derived from values."""
 
 
 @pytest.mark.parametrize("broken", [*BROKEN, *BROKEN_CODES, *BROKEN_FOLDS, *BROKEN_KEYS])
 def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
-    """Negative controls: each barrier, wait and bound that the kernels have is needed, and the tests see it."""
+    """Negative controls: each barrier, wait and bound in the kernels is needed, and the tests notice its absence."""
     name, old, new = (BROKEN | BROKEN_CODES | BROKEN_FOLDS | BROKEN_KEYS)[broken]
     folder = tmp_path / "cuda"
     shutil.copytree(emulator.DEVICE_CODE, folder)
@@ -494,7 +494,7 @@ def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
         shapes = FOLDED
     elif broken in BROKEN_KEYS:
         shapes = [FROM_V[0], FROM_V[6]]
-    # Most are noticed with the first shape; so the second is compiled when it is needed.
+    # The first shape reveals most defects, so the second is compiled only when needed.
     library_of = cache(lambda shape: compiled([shape], [], device_code=folder, optimise="-O0"))
     for seed, shape, page_size in product(range(8), shapes, (8, 32)):
         library = library_of(shape)

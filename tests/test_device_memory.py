@@ -23,14 +23,14 @@ from pagoda.errors import BackendUnavailable
 
 
 class Lent:
-    """Memory as an engine holds it: what it lets go of is seen, and stays, for work may be under way that should not be."""
+    """Memory as an engine holds it. Tests see when it is freed; the bytes stay, since faulty work may still be using them."""
 
     def __init__(self, memory: Memory) -> None:
         self.address, self.array = memory.address, memory.array
 
 
 class StingyArena(HostArena):
-    """Pins a piece only if the driver has it."""
+    """Pins a piece only if the driver allows the allocation."""
 
     def __init__(self, driver: StingyDriver, size: int, piece: int) -> None:
         super().__init__(size, piece, driver.guarded)
@@ -46,7 +46,7 @@ class StingyArena(HostArena):
 
 
 class StingyDriver(EmulatedDriver):
-    """A device that refuses one allocation, and says how many there were. Looking at an event lets no work be done."""
+    """A device that refuses one allocation and counts all. A query of an event lets no work be done."""
 
     def __init__(self, refuses: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class StingyDriver(EmulatedDriver):
 
 
 class Life:
-    """Everything in the life of a cache that takes memory. Calls that are refused are made again."""
+    """Does everything in the life of a cache that allocates memory. Refused calls are repeated."""
 
     def __init__(self, driver: StingyDriver, options: dict[str, Any]) -> None:
         self.driver, self.refused = driver, 0
@@ -90,7 +90,7 @@ class Life:
         self.mirror = Mirror(self.insist(open_it, None))
 
     def insist(self, call: Callable[[], Any], mirror: Mirror | None) -> Any:
-        """Makes a call; if it is refused, everything has to be as it was, and the second time it goes well."""
+        """Makes a call. If it is refused, nothing may have changed, and the second attempt must succeed."""
         before = [] if mirror is None else [(len(one), list(one.k), list(one.v)) for one in mirror.live]
         try:
             return call()
@@ -119,9 +119,9 @@ class Life:
         mirror = self.mirror
         one, other = mirror.create(), mirror.create()
         self.step([one, other], [70, 5])
-        # In another order, so that rows of tables are sent again although no page is new.
+        # In another order, so that rows of tables are sent again without new pages.
         self.step([other, one], [1, 1])
-        # Pages between those that go stay, so that they go in several copies.
+        # Interleaved pages that stay make the move several copies.
         for tokens in (one, other):
             self.step([tokens], [40])
         self.move(one, "host")
@@ -135,7 +135,7 @@ class Life:
         self.step([one, other, fork], [1, 1, 1])
         for tokens in list(mirror.live):
             mirror.release(tokens)
-        # The steps have to end before blocks are free.
+        # Blocks become free only when the steps have ended.
         self.insist(lambda: mirror.step([], []), mirror)
         self.driver.catch_up()
         stats = mirror.cache.stats()
@@ -178,10 +178,10 @@ def test_whichever_allocation_is_refused_nothing_is_lost_or_leaked(name: str, mo
 
 
 def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its two runs one is for the copy engine, and one for a kernel whose list is refused: the blocks are others' then."""
+    """One of its two runs is for the copy engine, one for a kernel whose list is refused. Others then get the blocks."""
     driver = install_driver(monkeypatch, StingyDriver(0))
     spec = pagoda.ModelSpec(layers=[layer(), layer()])
-    # Five pages, so that those which come back go where they were: before and behind another's.
+    # There is room for five pages, so that returning ones get their old places, before and after another sequence's.
     options: dict[str, Any] = {"device_memory": "20KiB", "host_memory": "256KiB", "spill": False, "page_size": 16}
     with pagoda.Cache(spec, device="cuda", **options) as cache:
         mirror = Mirror(cache)
@@ -202,7 +202,7 @@ def test_a_move_that_is_refused_has_no_copy_under_way(monkeypatch: pytest.Monkey
 
 
 def grow_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives scratch memory not a byte more than is asked for."""
+    """Makes scratch memory exactly as large as requested."""
     grow = Scratch.grow
     monkeypatch.setattr(Scratch, "grow", lambda self, sizes, *, exactly: grow(self, sizes, exactly=True))
 
@@ -213,7 +213,7 @@ def grow_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scratch_memory_is_enough_for_layers_of_every_kind(
     second: pagoda.AttentionLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And has not a byte more than is asked for."""
+    """Scratch memory is exactly as large as requested."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     grow_exactly(monkeypatch)
     spec = pagoda.ModelSpec(layers=[layer(), second])
@@ -226,7 +226,7 @@ def test_scratch_memory_is_enough_for_layers_of_every_kind(
 
 
 def test_scratch_memory_is_enough_for_pages_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they need the most of it: no prompt was there before, and each sequence has several queries."""
+    """In the case that needs the most: no prompt came before, and each sequence has several queries."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     grow_exactly(monkeypatch)
     spec = pagoda.ModelSpec(layers=[layer()])
@@ -243,7 +243,7 @@ def test_scratch_memory_is_enough_for_pages_in_common(monkeypatch: pytest.Monkey
 
 
 def test_tables_grow_and_uploads_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To powers of two, and no table is smaller than it was; what a step changes fits, whatever was sent before."""
+    """They grow to powers of two and never shrink; the changes of a step fit, whatever was sent before."""
     assert Room(8, 8, 8, 8, 0).grown((9, 1, 8, 3, 0)) == Room(16, 8, 8, 8, 0)
     driver = install_driver(monkeypatch, EmulatedDriver())
     spec = pagoda.ModelSpec(layers=[layer()])
@@ -262,7 +262,7 @@ def test_tables_grow_and_uploads_with_them(monkeypatch: pytest.MonkeyPatch) -> N
 def test_heads_that_no_unit_has_room_for_are_cut_into_sets(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In prompts, in decoding and over pages in common. Scratch memory has not a byte more than is asked for."""
+    """In prompts, in decoding and over common pages. Scratch memory is exactly as large as requested."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     monkeypatch.setattr(driver, "shared_bytes_max", 18 << 10)
     grow_exactly(monkeypatch)
@@ -281,7 +281,7 @@ def test_heads_that_no_unit_has_room_for_are_cut_into_sets(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_scratch_memory_follows_the_number_of_sequences(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is enough for batches of many spans, and not of the square of the batch."""
+    """It is enough for batches of many spans, and does not grow with the square of the batch."""
     taken = []
     for sequences in (4, 32):
         driver = install_driver(monkeypatch, StingyDriver(0))
@@ -301,7 +301,7 @@ def test_scratch_memory_follows_the_number_of_sequences(deterministic: bool, mon
 
 
 def test_scratch_memory_that_grows_is_replaced_seldom_and_is_not_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To replace it waits for the device."""
+    """Replacing it waits for the device."""
     driver, asked = EmulatedDriver(), list[int]()
     scratch, memory = Scratch(driver), driver.memory
 
@@ -321,7 +321,7 @@ def test_scratch_memory_that_grows_is_replaced_seldom_and_is_not_there_twice(mon
 
 
 def test_a_step_goes_on_without_the_scratch_memory_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was there instead is gone: layers that had enough of it have it made anew."""
+    """The old scratch memory is gone: layers for which it was enough allocate it again."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     spec, rows = pagoda.ModelSpec([layer(), layer(num_q_heads=64)]), np.ones((1, 64, 16), np.float32)
     with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
@@ -345,13 +345,13 @@ def test_a_step_goes_on_without_the_scratch_memory_that_was_refused(monkeypatch:
 
 
 def test_lists_for_the_kernel_that_copies_do_not_pile_up() -> None:
-    """Whatever sizes they have; those that are still read are left alone."""
+    """Whatever their sizes; lists still being read are left alone."""
     driver = StingyDriver(0)
     source, target, stream = driver.memory(1 << 16), driver.memory(1 << 16), driver.stream()
     copying, rng = mover.Mover(driver, None), np.random.default_rng(0)
 
     def copied(runs: int) -> None:
-        """Every second 16 bytes, so that no two are copied as one."""
+        """Copies every second 16 bytes, so that no two runs merge."""
         source.array[:] = rng.integers(0, 256, len(source.array))
         places = 32 * np.arange(runs, dtype=np.uint64)
         transfers = np.stack([places + np.uint64(source.address), places + np.uint64(target.address)], 1)
@@ -379,8 +379,8 @@ def test_lists_for_the_kernel_that_copies_do_not_pile_up() -> None:
 @pytest.mark.parametrize("engine_bytes", [0, 96, 1 << 62])
 @pytest.mark.parametrize("piece_bytes", [32, mover.PIECE_BYTES])
 def test_neighbours_are_copied_in_one(engine_bytes: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a piece of the host arena begins between them; by the copy engine where runs are large, not of whole words, or
-    alone. Both ways, and however runs are cut for the kernel."""
+    """Unless a piece of the host arena begins between them. The copy engine takes runs that are large, not of whole words, or
+    alone. In both directions, and however runs are cut for the kernel."""
     monkeypatch.setattr(mover, "PIECE_BYTES", piece_bytes)
     driver, rng = EmulatedDriver(), np.random.default_rng(0)
     driver.copy_engine_bytes = engine_bytes
@@ -391,7 +391,7 @@ def test_neighbours_are_copied_in_one(engine_bytes: int, piece_bytes: int, monke
     monkeypatch.setattr(stream, "launch", lambda kernel, grid, threads, call: launches.append(call))
     merging = mover.Mover(driver, arena)
     for number in [0, 1, 2, *[40] * 20]:
-        # Blocks of 32 bytes, each in the place behind the one before or in another; on the device a byte off at times.
+        # Blocks of 32 bytes, each right after the previous one or elsewhere; on the device some are 8 bytes off.
         places = rng.permutation(128)[:number]
         for at in range(1, number):
             if rng.random() < 0.6 and places[at - 1] < 127:
@@ -442,7 +442,7 @@ def test_long_runs_arrive_by_the_kernel() -> None:
 
 
 def test_a_move_that_is_refused_late_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its turn comes within a call for another move, which is told; and so is whoever asks for this one."""
+    """Its turn comes during a call for another move. That call gets the error, and so does a wait for this move."""
     driver = install_driver(monkeypatch, StingyDriver(0))
     monkeypatch.setattr(passage, "PART_BYTES", 1)
     monkeypatch.setattr(passage, "PARTS", 1)
@@ -453,7 +453,7 @@ def test_a_move_that_is_refused_late_says_why(tmp_path: Path, monkeypatch: pytes
         mirror = Mirror(cache)
         first, one, between = mirror.create(), mirror.create(), mirror.create()
         mirror.step([first], [16])
-        # Two runs, which a kernel copies.
+        # Two runs, for the kernel.
         for tokens in (one, between, one):
             mirror.step([tokens], [16])
         goes = cache.demote(first.sequence, to="disk")
@@ -473,7 +473,7 @@ def test_a_move_that_is_refused_late_says_why(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("dtype", ["f16", "q8_0"])
 def test_rows_lie_beyond_four_gibibytes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets need more than 32 bits, in bytes and in elements. What fills the pool before is never written."""
+    """Offsets need more than 32 bits, in bytes and in elements. Blocks before them are taken but never written."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     shape = layer(num_q_heads=8, num_kv_heads=8, head_dim=256)
     options: dict[str, Any] = {

@@ -46,9 +46,9 @@ EVERYTHING, NOTHING = Shares(memory=1.0), Shares(ring=1.0)
 
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> Callable[[Routes | None], None]:
-    """Has caches that are opened from now on divide work so."""
+    """Sets how caches opened from now on divide work."""
     isas = [isa for isa in _core.build_info()["isas"] if isa not in INTEGER_ISAS]
-    # Products of integers are another arithmetic, which tests of the CPU hold against float64.
+    # Integer products are another arithmetic; tests of the CPU compare them with float64.
     monkeypatch.setenv("PAGODA_CPU_ISA", isas[-1])
 
     def divide(routes: Routes | None) -> None:
@@ -95,7 +95,7 @@ def test_pages_on_disk_beside_those_of_the_cpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is on disk comes through the ring, whatever rates say; the CPU has pages of the host before that alone."""
+    """Pages on disk come through the ring, whatever the rates; the CPU takes only host pages before them."""
     divided(shares)
     driver = RestlessDriver(1)
     options = {"device_memory": "512KiB", "headroom": 400, "disk": tmp_path / "pages", "disk_memory": "32MiB"}
@@ -119,7 +119,7 @@ def test_pages_on_disk_beside_those_of_the_cpu(
 
 
 def test_bytes_by_route(divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """30 pages of 2 layers, in stretches of 4: half are 3 stretches for the CPU, and a third of the rest is read in place."""
+    """30 pages of 2 layers, in stretches of 4. The CPU's half is 3 stretches; a third of the rest is read in place."""
     divided(Shares(ring=2 / 6, mapped=1 / 6, memory=1 / 2))
     mirror, tokens = cache_of_pages(monkeypatch, RestlessDriver(4))
     page = 16 * 128
@@ -142,7 +142,7 @@ def test_bytes_by_route(divided: Callable[[Routes | None], None], monkeypatch: p
 def test_pages_that_sequences_share_stay_with_the_device(
     divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads them once for all; a sequence that has its own is divided beside them."""
+    """The device reads them once for all sequences; the pages of a sequence on its own are divided."""
     divided(EVERYTHING)
     spec = pagoda.ModelSpec(layers=[layer()])
     with opened(monkeypatch, RestlessDriver(2), spec, device_memory="512KiB") as cache:
@@ -161,7 +161,7 @@ def test_pages_that_sequences_share_stay_with_the_device(
 def test_centres_that_only_the_device_knows(
     divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taken from the first rows by a kernel, anew once the cache was empty: the CPU's part is off by far without them."""
+    """A kernel takes them from the first rows, again after the cache was empty. Without them the CPU's part is far off."""
     divided(EVERYTHING)
     spec = pagoda.ModelSpec(layers=[layer(head_dim=32), layer(head_dim=32, kv_owner=0)])
     options: dict[str, Any] = {"k_dtype": "q8_0", "v_dtype": "q8_0"}
@@ -197,7 +197,7 @@ def test_pinned_memory_is_used_again_and_stays_while_it_is_read() -> None:
 
 
 def test_queries_in_any_layout(divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads outside of tokens, backwards, with others between them, and as bits of bf16."""
+    """Heads before tokens, backwards, strided, and as bits of bf16."""
     divided(EVERYTHING)
     mirror, tokens = cache_of_pages(monkeypatch, RestlessDriver(5))
     cache, rng = mirror.cache, np.random.default_rng(0)
@@ -211,7 +211,7 @@ def test_queries_in_any_layout(divided: Callable[[Routes | None], None], monkeyp
         assert engine_of(cache).traffic.memory > 0
         outside, backwards = q.transpose(1, 0, 2).copy().transpose(1, 0, 2), q[::-1].copy()[::-1]
         for other in (outside, backwards, q.repeat(2, 1)[:, ::2]):
-            # Or what is right would be there from before.
+            # Overwrites the right results of the previous call.
             step.attend(0, -q)
             np.testing.assert_array_equal(step.attend(0, other), right)
         step.attend(0, -q)
@@ -222,7 +222,7 @@ def test_queries_in_any_layout(divided: Callable[[Routes | None], None], monkeyp
 
 
 def test_what_the_cpu_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that are not in its memory, and arrays of other shapes: nothing is read."""
+    """Pages outside its memory and arrays of other shapes are refused, and nothing is read."""
     mirror, tokens = cache_of_pages(monkeypatch, RestlessDriver(10))
     core, cpu = engine_of(mirror.cache).core, _core.Partials(1, None)
     q, parts = np.zeros((1, 4, 16), np.float32), np.zeros((1, 4, 18), np.float32)
@@ -261,7 +261,7 @@ def test_the_same_division_gives_the_same_bits(
 def test_a_deterministic_cache_is_not_divided(
     divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bits must not depend on where pages are."""
+    """Its bits must not depend on where pages lie."""
     divided(EVERYTHING)
     spec = pagoda.ModelSpec(layers=[layer(num_q_heads=2, num_kv_heads=1)])
     options: dict[str, Any] = {"device_memory": "1MiB", "deterministic": True}
@@ -299,7 +299,7 @@ def test_a_step_that_is_divided_is_not_captured(
 
 
 def test_what_is_kept_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For this device and so many threads; where nothing was measured the CPU has no part."""
+    """The rates kept for this device and number of threads decide; without them the CPU takes no part."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     alone = {"ring": 5.0, "mapped": 4.0, "memory": 5.0}
     measured: list[dict[str, float]] = [*({route: rate} for route, rate in alone.items()), {"ring": 5.0, "memory": 5.0}]
@@ -326,15 +326,15 @@ def test_what_is_kept_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ("k", "v", "stretches"),
     [
         ("f16", "f16", 3),  # Half of 30 pages, which are 7.5 stretches.
-        ("q8_0", "q8_0", 1),  # A fourth: the CPU has 5 / 3 where the ring has 5.
+        ("q8_0", "q8_0", 1),  # A quarter: the CPU's rate is 5 / 3, the ring's 5.
         ("f16", "q8_0", 2),  # 64 bytes at 5 and 34 at 5 / 3 are 98 at 2.9: 2.7 of 7.5.
-        ("bf16", "q8_0", 0),  # Nobody has measured the one.
+        ("bf16", "q8_0", 0),  # bf16 was not measured.
     ],
 )
 def test_the_cpu_has_what_it_can_do_of_a_format(
     k: str, v: str, stretches: int, divided: Callable[[Routes | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a ring that is as fast as the CPU with rows of f16."""
+    """With a ring as fast as the CPU is with f16 rows."""
     measured = [{"ring": 5.0}, {"ring": 5.0, "memory": 5.0}]
     divided(Routes(2, measured, {"ring": 0.0, "memory": 0.0}, {"f16": 5.0, "q8_0": 5 / 3}))
     spec = pagoda.ModelSpec([layer(head_dim=32)] * 2)
@@ -355,7 +355,7 @@ def test_the_cpu_has_what_it_can_do_of_a_format(
 def finish(
     division: Shares, monkeypatch: pytest.MonkeyPatch, make: Callable[[pytest.MonkeyPatch], None] | None = None
 ) -> None:
-    """A caller's queries are there late, and he does not wait for attention: it comes to what the device alone says."""
+    """Queries arrive late and the caller does not wait for attention: the result equals that of the device alone."""
     monkeypatch.setattr(rates, "routes_of", lambda gpu, threads: division)
     driver = LateDriver()
     mirror, tokens = cache_of_pages(monkeypatch, driver)
@@ -403,7 +403,7 @@ def parts_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_of_one_layer_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parts are sent when the next layer has written over them."""
+    """Sends a layer's parts only after the next layer has overwritten them."""
     held: list[Any] = []
 
     def send(self: Partials, stream: Stream, runs: Any) -> None:
@@ -437,7 +437,7 @@ def test_what_is_not_waited_for_is_noticed(
 
 
 def test_kernels_do_not_wait_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All passes but the last have been launched when the CPU begins."""
+    """When the CPU begins, all passes but the last have been launched."""
     begun: list[tuple[int, int]] = []
     monkeypatch.setattr(rates, "routes_of", lambda gpu, threads: Shares(ring=0.5, memory=0.5))
     mirror, _ = cache_of_pages(monkeypatch, RestlessDriver(8))
@@ -465,7 +465,7 @@ PARTS = 24
 
 @st.composite
 def measured(draw: st.DrawFn) -> Routes:
-    """Rates of a machine: none carries more beside others than alone."""
+    """Rates of a machine: no route is faster beside others than alone."""
     names = ("ring", "mapped", "memory")
     alone = {name: draw(st.floats(0.5, 20.0)) for name in names}
     sets = [(name,) for name in names] + [("ring", "memory"), ("mapped", "memory"), names]
@@ -483,7 +483,7 @@ def measured(draw: st.DrawFn) -> Routes:
 def test_routes_end_together_and_no_division_is_faster(
     routes: Routes, size: int, costs: dict[str, int], part: int
 ) -> None:
-    """Against every division into 24ths, over every set that was measured."""
+    """Compared with every division into 24ths over every measured set of routes."""
     most = {"memory": part * size / PARTS}
 
     def seconds(rates: Mapping[str, float], shares: Mapping[str, float]) -> float:

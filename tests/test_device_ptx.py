@@ -20,19 +20,19 @@ from test_device_kernels import APPENDS, LENGTHS, SHAPES
 from world import Common, Sequence, Shape, Span, World, check_append, compiled, one
 
 AT_ONCE = {ptx.ARCH: (1, 9, 18, 19, 30, 38, 46), "compute_120": (13, 24, 34)}
-"""Numbers of shapes by architecture: from compute_100 on NVRTC writes other instructions. Every engine, and most formats; all
-shapes take a compiler some minutes."""
+"""Indices of shapes by architecture: from compute_100 on NVRTC emits other instructions. They cover every engine and most
+formats; compiling all shapes takes minutes."""
 
 
 def batch(shape: Shape) -> list[Sequence]:
-    """Sequences of one span and of several, which moved, and which every query sees."""
+    """Sequences of one span and of several, with spans that have moved and spans that every query sees."""
     pieces = [Span(0, 21, 500, position=7), Span(5, 70, 40, position=5 << 30), Span(3, 100, position=(5 << 30) + 150)]
     sinks = Sequence([Span(0, 21, 30, Sight.TRAILING, 60, 4), Span(5, 70, position=400)], 2)
     return [one(200, 5), one(90), one(70, 2), sinks, Sequence(pieces, 40 if shape.rows > 16 else 4)]
 
 
 def check(shape: Shape, library: emulator.Library) -> None:
-    """All that a kernel is asked for, over few tokens."""
+    """Uses every feature of a kernel, over few tokens."""
     options: dict[str, Any] = {"rope": (min(32, shape.dim // 2), False), "page_size": 8}
     options |= {"group": 4, "sets": 2, "kv_heads": 1 if shape.dim > 256 else 2}
     commons = [Common([1, 2], 0, 32)]
@@ -58,7 +58,7 @@ def test_attention(arch: str, shape: Shape) -> None:
 
 
 def test_teams_that_go_on_with_their_queries_have_their_own_pads() -> None:
-    """No barrier of the thread block stands between the zeros behind short K rows and who reads them."""
+    """No barrier of the thread block separates the writing of the zeros after short K rows from the reading."""
     shape = SHAPES[35]
     library = compiled([shape], [], ptx.compile)
     World(shape, [one(900)], group=2, kv_heads=1).compare(library, 1, stretch=1)
@@ -84,7 +84,7 @@ BROKEN = {
     "no barrier before parts are published": ("unit.cuh", r"(is_last\(.*\{)\s*__syncthreads\(\);", r"\1"),
     "parts are published to nobody": ("machine.cuh", r"atom\.acq_rel", "atom.relaxed"),
 }
-"""Patterns of the sources and what comes in their place: what kernels from sources do not show, or only at times."""
+"""Patterns in the sources and their replacements: defects that kernels compiled from source show never or only sometimes."""
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -95,7 +95,7 @@ def test_what_is_broken_is_noticed(broken: str, tmp_path: Path) -> None:
     text = (folder / "pagoda" / name).read_text()
     assert re.search(pattern, text)
     (folder / "pagoda" / name).write_text(re.sub(pattern, new, text))
-    # Queries that are in registers already are nobody's to overwrite.
+    # Queries that are already in registers cannot be overwritten.
     shape = SHAPES[38 if broken == "no barrier before queries" else 1]
     library = compiled([shape], [], ptx.compile, device_code=folder)
     with pytest.raises((AssertionError, EmulatorError)):

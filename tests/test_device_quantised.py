@@ -26,14 +26,14 @@ Array = npt.NDArray[Any]
 
 PAIRS = [("q8_0", "q4_0"), ("fp8_e4m3", "fp8_e4m3"), ("int8", "int8"), ("f16", "q8_0"), ("q4_0", "bf16")]
 PAIRS += [("mxfp4", "nvfp4"), ("nvfp4", "mxfp4")]
-"""Of K and V: every quantised format, and each kind beside one that is not."""
+"""Formats of K and V: every quantised format, and quantised ones next to 16-bit ones."""
 
 SHAPE = layer(num_q_heads=4, num_kv_heads=2, head_dim=96, v_head_dim=64)
 
 
 @pytest.fixture(autouse=True)
 def kind(request: pytest.FixtureRequest, _device: None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of device that "cuda" is."""
+    """The kind of device that "cuda" is."""
     kind = str(request.config.getoption("--device"))
     if kind != "cpu":
         return kind
@@ -42,7 +42,7 @@ def kind(request: pytest.FixtureRequest, _device: None, monkeypatch: pytest.Monk
 
 
 def bytes_at(address: int, size: int, *, of_gpu: bool) -> npt.NDArray[np.uint8]:
-    """What lies in memory."""
+    """Bytes of device or host memory."""
     if not of_gpu:
         return np.frombuffer(ctypes.string_at(address, size), np.uint8)
     import cupy
@@ -68,10 +68,10 @@ def rows(tokens: int, shape: pagoda.AttentionLayer = SHAPE, seed: int = 0) -> tu
 
 
 def odd_rows(tokens: int, dim: int) -> Array:
-    """Rows of every kind that rounding may go wrong with."""
+    """Rows of every kind that is difficult to round."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((tokens, 2, dim)) * 10.0 ** rng.uniform(-6, 4, (tokens, 2, 1))
-    # Exact ties; numbers below 2^-126 alone and beside others; too large, infinite and NaN in some blocks.
+    # Exact ties; numbers below 2^-126, alone and among others; too large numbers, infinities and NaN in some blocks.
     x[0::9] = rng.integers(-8, 9, x[0::9].shape) * 0.25
     x[1::9] = rng.integers(-127, 128, x[1::9].shape) + rng.choice([0, 0.5], x[1::9].shape)
     x[1::9, :, 0] = 127
@@ -87,7 +87,7 @@ def odd_rows(tokens: int, dim: int) -> Array:
 
 
 def pages(cache: pagoda.Cache, k: Array, v: Array, chunks: list[int], *, of_gpu: bool) -> Array:
-    """The bytes of a sequence's pages once chunks have been appended one after the other; tokens fill whole pages."""
+    """The bytes of a sequence's pages after appending it in chunks; tokens fill whole pages."""
     sequence, start = cache.create(), 0
     for chunk in chunks:
         with cache.step([sequence], [chunk]) as step:
@@ -107,10 +107,10 @@ GIVEN = [np.float32, np.float32, np.float16, ml_dtypes.bfloat16, np.float16, np.
 def test_pages_are_byte_for_byte_those_of_the_cpu(
     pair: tuple[str, str], given: Any, center: str | None, kind: str
 ) -> None:
-    """In order and in rounding nothing differs, whatever the numbers, as they are or centred and rotated."""
+    """Layout and rounding are the same for any numbers, with and without centring and rotation."""
     k, v = odd_rows(64, 96), odd_rows(64, 64)[::-1]
     if set(pair) & {"f16", "bf16"}:
-        # NaN of 16 bits may carry other bits.
+        # A 16-bit NaN may have other bits.
         k, v = (np.where(np.abs(x) < 1e30, x, np.float32(1)) for x in (k, v))
     with np.errstate(over="ignore"):
         k, v = k.astype(given), v.astype(given)
@@ -135,7 +135,7 @@ def test_pages_are_byte_for_byte_those_of_the_cpu(
     ],
 )
 def test_rows_of_any_length_are_those_of_the_cpu(pair: tuple[str, str], dims: tuple[int, int], kind: str) -> None:
-    """A rotation mixes blocks of 16 to 512 elements: of some lanes of a warp, of all, and of several registers each."""
+    """A rotation mixes blocks of 16 to 512 elements: over some lanes of a warp, over all, or with several registers each."""
     shape = layer(num_q_heads=2, num_kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])
     k, v = odd_rows(32, dims[0]), odd_rows(32, dims[1])[::-1]
     held = []
@@ -146,7 +146,7 @@ def test_rows_of_any_length_are_those_of_the_cpu(pair: tuple[str, str], dims: tu
 
 
 def test_no_centre_of_few_rows_or_of_numbers_out_of_range(kind: str) -> None:
-    """As on the CPU: fewer than 8 first rows, or a mean that is none, and K stays as it is for good."""
+    """As on the CPU: with fewer than 8 first rows, or an unusable mean, K is never centred."""
     _, k, v = rows(64)
     infinite, absurd, large = k.copy(), k.copy(), k.copy()
     infinite[5, 1, 7], absurd[5, 1, 7], large[:40, 1, 7] = np.inf, 1e20, -65536
@@ -161,7 +161,7 @@ def test_no_centre_of_few_rows_or_of_numbers_out_of_range(kind: str) -> None:
 
 @pytest.mark.parametrize("number", [65504, 20])
 def test_a_centre_of_eight_rows_up_to_the_largest(number: float, kind: str) -> None:
-    """It is that which may be given, of elements that stand out: those of 1 and 3 by turns just do."""
+    """It equals a given centre of the elements that stand out; alternating 1 and 3 just does."""
     _, k, v = rows(64)
     k[..., 7] = number
     k[::2, :, 9], k[1::2, :, 9] = 1, 3
@@ -175,7 +175,7 @@ def test_a_centre_of_eight_rows_up_to_the_largest(number: float, kind: str) -> N
 
 
 def test_a_centre_below_all_normal_numbers(kind: str) -> None:
-    """CuPy has kernels take numbers below 2^-126 for 0."""
+    """CuPy compiles kernels to treat numbers below 2^-126 as 0."""
     _, k, v = rows(64)
     k = (np.abs(k) * 1e-39).astype(np.float32)
     held = []
@@ -186,7 +186,7 @@ def test_a_centre_below_all_normal_numbers(kind: str) -> None:
 
 
 def test_no_rows_are_not_the_first(kind: str) -> None:
-    """A step without new tokens leaves the centre to the next."""
+    """A step without new tokens leaves the centre to the next step."""
     _, k, v = rows(64)
     for device in ("cpu", "cuda"):
         held = []
@@ -198,7 +198,7 @@ def test_no_rows_are_not_the_first(kind: str) -> None:
 
 @pytest.mark.parametrize("how", ["rolled back", "released"])
 def test_an_empty_cache_is_centred_by_what_comes_next(how: str, kind: str) -> None:
-    """Whatever came before and has gone: the bytes are those of a new cache."""
+    """Whatever was stored before, the bytes are those of a new cache."""
     _, k, v = rows(64)
     held = []
     for device, warm in (("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)):
@@ -215,7 +215,7 @@ def test_an_empty_cache_is_centred_by_what_comes_next(how: str, kind: str) -> No
 
 @pytest.mark.parametrize("size", [1, 1e-39])
 def test_few_rows_take_a_part_of_the_centre_before(size: float, kind: str) -> None:
-    """The bytes are those of a cache which is given that part; also below 2^-126, which CuPy has kernels take for 0."""
+    """The bytes are those of a cache that is given that part; also below 2^-126, which CuPy's kernels treat as 0."""
     _, k, v = rows(64)
     other = rows(40, seed=1)[1]
     other[..., 7], other[..., 8] = other[..., 7] + 20, other[..., 8] - 20
@@ -240,7 +240,7 @@ HEAD = layer(num_q_heads=2, num_kv_heads=1, head_dim=64)
 
 
 def out_of_range() -> list[Array]:
-    """Rows with numbers that do not fit where they are rotated: alone, in pairs of either sign, everywhere."""
+    """Rows with numbers too large for a rotation: alone, in pairs of opposite signs, everywhere."""
     spoilt = np.random.default_rng(5).standard_normal((6, 1, 64)).astype(np.float32)
     spoilt[0, 0, 9] = np.inf
     spoilt[1, 0, [3, 40]] = np.inf, -np.inf
@@ -252,7 +252,7 @@ def out_of_range() -> list[Array]:
 
 
 def turned(x: Array) -> Array:
-    """A rotation of rows of 64, as crates/pagoda-cpu/src/transform.rs has it, with the same roundings."""
+    """The rotation of rows of 64 from crates/pagoda-cpu/src/transform.rs, with the same rounding."""
     z = np.arange(1, 65, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -269,7 +269,7 @@ def turned(x: Array) -> Array:
 def test_what_is_out_of_range_saturates_before_it_is_rotated(
     name: str, which: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On every device, in the same bytes: results are those over rows that were limited, rotated and encoded."""
+    """On every device, with the same bytes: results are those over rows that were clipped, rotated and encoded."""
     q, k, v = rows(64, HEAD)
     {"k": k, "v": v}[which][10:64:10] = out_of_range()
 
@@ -334,7 +334,7 @@ LAYERS = {
 
 
 def attended(device: str, shapes: list[pagoda.AttentionLayer], pair: tuple[str, str], **options: Any) -> list[Array]:
-    """Results of a prefill, of two forks that differ, of drops where queries may turn, and of one page on another tier."""
+    """Results of a prefill, of diverging forks, of drops if the layer has a rope, and with some pages on another tier."""
     results: list[Array] = []
     seed = 0
     with cache_on(device, shapes, pair, **options) as cache:
@@ -363,7 +363,7 @@ def attended(device: str, shapes: list[pagoda.AttentionLayer], pair: tuple[str, 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_attention_is_that_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Centred and rotated by default, over the same bytes: what is left is the order of sums, where the CPU adds floats."""
+    """Centred and rotated by default, over the same bytes. With floats on the CPU, only the order of sums differs."""
     isas: list[str] = pagoda.build_info()["isas"]
     monkeypatch.setenv("PAGODA_CPU_ISA", next(isa for isa in isas if isa not in INTEGER_ISAS))
     pairs = PAIRS[:4:3] if name == "plain" else PAIRS[:1]
@@ -374,7 +374,7 @@ def test_attention_is_that_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("queries", [np.float32, np.float16])
 def test_deterministic_bits_of_quantised_rows(queries: type) -> None:
-    """One token at a time or all at once: the same bits, rotated or not, where the centre is given."""
+    """In chunks or all at once, the bits are the same if the centre is given."""
     q, k, v = rows(90)
     q = q.astype(queries)
     center = [k.mean(0)]
@@ -393,7 +393,7 @@ def test_deterministic_bits_of_quantised_rows(queries: type) -> None:
 
 @pytest.mark.parametrize("name", instances.QUANTISED)
 def test_the_likeliest_of_a_short_context_is_that_of_float32(name: str) -> None:
-    """Queries look for one key each; values are one-hot: the largest element of a result says which was found."""
+    """Each query looks for one key, and values are one-hot: the largest element of a result shows which was found."""
     rng = np.random.default_rng(3)
     shape = layer(num_q_heads=2, num_kv_heads=1, head_dim=64, v_head_dim=64)
     k = rng.standard_normal((64, 1, 64), np.float32)
@@ -438,13 +438,13 @@ def test_what_a_device_does_not_store(pair: tuple[str, str]) -> None:
 
 
 def as_it_is(cache: pagoda.Cache, given: list[Array]) -> None:
-    """A step for which a graph can be captured from then on: kernels are loaded. The cache is empty again."""
+    """Makes a step that loads the kernels, so that a graph can be captured; the cache is empty again afterwards."""
     with cache.create() as sequence, cache.step([sequence], [len(given[0])]) as step:
         step.forward(0, *given)
 
 
 def test_a_graph_takes_the_centre_once(kind: str) -> None:
-    """A step that is captured may find the cache empty: what is replayed takes the centre of none that is not empty again."""
+    """A captured step may find the cache empty, but a replay takes a centre only if the cache is empty again."""
     if kind != "emulated":
         pytest.skip("graphs of NumPy arrays are emulated ones")
     shape = layer(num_q_heads=2, num_kv_heads=1, head_dim=32)
@@ -481,7 +481,7 @@ def test_a_graph_takes_the_centre_once(kind: str) -> None:
 
 
 def test_a_graph_has_the_centre_of_the_step_that_it_does(kind: str) -> None:
-    """One that was captured over stored rows: those that it stores in an empty cache are centred by themselves."""
+    """Captured with stored rows, replayed in an empty cache: the new rows give the centre."""
     if kind != "emulated":
         pytest.skip("graphs of NumPy arrays are emulated ones")
     shape = layer(num_q_heads=2, num_kv_heads=1, head_dim=32)
@@ -503,7 +503,7 @@ def test_a_graph_has_the_centre_of_the_step_that_it_does(kind: str) -> None:
         given[1] += 5
         with cache.step([sequence], [24]) as step:
             step.replay(graph.launch)
-        # Rows that come later are centred by the same.
+        # Later rows have the same centre.
         with cache.step([sequence], [24]) as step:
             last = step.forward(0, q[24:], k[24:] + 5, v[24:])
     center = [center_of(given[1])]
@@ -515,7 +515,7 @@ def test_a_graph_has_the_centre_of_the_step_that_it_does(kind: str) -> None:
 
 
 def test_a_graph_that_was_never_launched_takes_no_centre(kind: str) -> None:
-    """What is captured has not happened: rows that come before it is launched have a centre, and keep it."""
+    """Captured work has not run: rows stored before its launch set the centre and keep it."""
     if kind != "emulated":
         pytest.skip("graphs of NumPy arrays are emulated ones")
     q, k, v = (np.ascontiguousarray(x[..., 32:64]) for x in rows(48, layer(num_q_heads=2, num_kv_heads=1, head_dim=64)))

@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 
 class RestlessStream(Stream):
-    """A copy engine whose copies come in pieces, in any order, and twice."""
+    """A copy engine that copies in pieces, in any order, and twice."""
 
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
         for arena in self.driver.arenas:
@@ -58,7 +58,7 @@ def engine_of(cache: pagoda.Cache) -> DeviceEngine:
 def opened(
     monkeypatch: pytest.MonkeyPatch, driver: EmulatedDriver, spec: pagoda.ModelSpec, **options: Any
 ) -> pagoda.Cache:
-    """A cache on a device, with a ring however small its memory is."""
+    """A cache on a device, with a ring even if memory is small."""
     install_driver(monkeypatch, driver)
     monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     defaults: dict[str, Any] = {"page_size": 16, "host_memory": "4MiB"}
@@ -67,7 +67,7 @@ def opened(
 
 @pytest.fixture(autouse=True)
 def poisoned_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot is NaN before anything is copied into it."""
+    """Fills a slot with NaN before anything is copied into it."""
     bring = Streams._bring
 
     def poisoned(self: Streams, slot: Slot, *given: Any) -> Event:
@@ -109,9 +109,9 @@ def a_ragged_batch(
     gap: bool = False,
     **given: Any,
 ) -> Iterator[Mirror]:
-    """Decoded, speculated and prefilled at once, with forks, against float64; once before the body, and after it.
+    """Steps with decoding, speculation, prefill and forks, compared with float64, before the body and after it.
 
-    move: what happens to the long and to another sequence before that; to: where the long one's fork goes then.
+    move: moves the long and another sequence before the first of these steps; to: where the long one's fork goes afterwards.
     """
     layers, options = scene
     driver = RestlessDriver(1)
@@ -147,7 +147,7 @@ def test_a_ragged_batch_of_which_most_is_on_the_host(name: str, monkeypatch: pyt
 
 
 def test_pages_that_sequences_share_are_brought_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix in host memory under four forks, large enough to be gone over as common pages, in passes of its own."""
+    """Four forks share a prefix in host memory, large enough to be read as common pages in separate passes."""
     driver = RestlessDriver(2)
     with opened(monkeypatch, driver, pagoda.ModelSpec(layers=[layer()]), device_memory="512KiB") as cache:
         mirror = Mirror(cache)
@@ -176,7 +176,7 @@ def fill(cache: pagoda.Cache, sequence: pagoda.Sequence, count: int, seed: int) 
 
 
 def attended(cache: pagoda.Cache, batch: list[pagoda.Sequence], counts: list[int], seed: int) -> list[bytes]:
-    """What attention says of random new tokens, which are then rejected."""
+    """Results of attention for random new tokens, which are then rejected."""
     rng = np.random.default_rng(seed)
     results = []
     with cache.step(batch, counts) as step:
@@ -190,7 +190,7 @@ def attended(cache: pagoda.Cache, batch: list[pagoda.Sequence], counts: list[int
 
 
 def a_long_batch(cache: pagoda.Cache) -> tuple[list[pagoda.Sequence], list[int]]:
-    """A sequence of 9,070 tokens with a gap, a short one, and a fork of the first; and how many tokens each is to get."""
+    """A sequence of 9,070 tokens with a gap, a short one, and a fork of the first; and the number of new tokens for each."""
     long, short = cache.create(), cache.create()
     for number, count in enumerate((3000, 3000, 3100)):
         fill(cache, long, count, number)
@@ -200,7 +200,7 @@ def a_long_batch(cache: pagoda.Cache) -> tuple[list[pagoda.Sequence], list[int]]
 
 
 def test_bits_do_not_depend_on_where_pages_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With deterministic=True: all on the device, read in place, or through the ring, whatever of them is on the host."""
+    """With deterministic=True: all on the device, or any part on the host, read in place or through the ring."""
     tiny: dict[str, Any] = {"num_q_heads": 2, "num_kv_heads": 1, "rope": ROPE}
     spec = pagoda.ModelSpec(layers=[layer(**tiny), layer(**tiny, window=5000)])
     driver = RestlessDriver(3)
@@ -222,7 +222,7 @@ def test_bits_do_not_depend_on_where_pages_are(monkeypatch: pytest.MonkeyPatch) 
 
 
 def cache_of_pages(monkeypatch: pytest.MonkeyPatch, driver: EmulatedDriver, **options: Any) -> tuple[Mirror, Any]:
-    """A cache of two layers with a sequence of 30 pages on the host: 8 in a pass."""
+    """A cache of two layers with a sequence of 30 pages on the host, 8 per pass."""
     spec = pagoda.ModelSpec(layers=[layer(), layer()])
     cache = opened(monkeypatch, driver, spec, device_memory="256KiB", **options)
     mirror = Mirror(cache, np.random.default_rng(7))
@@ -234,7 +234,7 @@ def cache_of_pages(monkeypatch: pytest.MonkeyPatch, driver: EmulatedDriver, **op
 
 
 def test_a_step_goes_on_where_the_one_before_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes first in a step is on its way when the one before ends; nothing is copied twice."""
+    """The first copies of a step are under way when the previous step ends; nothing is copied twice."""
     mirror, tokens = cache_of_pages(monkeypatch, RestlessDriver(4))
     engine = engine_of(mirror.cache)
     page, slots = 16 * 128, 2 * 8 * 16 * 128
@@ -245,7 +245,7 @@ def test_a_step_goes_on_where_the_one_before_has_stopped(monkeypatch: pytest.Mon
         assert engine.traffic == Traffic(ring=2 * 30 * page, mapped=0)
         assert mirror.last is not None
         assert mirror.last.report.bytes == {"pcie": 2 * 30 * page, "disk": 0, "memory": 0}
-    # Where pages have moved since, it is brought anew.
+    # If pages have moved since, they are copied again.
     mirror.cache.promote(tokens.sequence, (0, 64)).wait()
     mirror.step([tokens], [1])
     assert engine.traffic.ring == 2 * 26 * page + slots
@@ -253,7 +253,7 @@ def test_a_step_goes_on_where_the_one_before_has_stopped(monkeypatch: pytest.Mon
 
 
 def look_in_any_order(mirror: Mirror, tokens: Tokens) -> None:
-    """At two layers, and at each more than once."""
+    """Attends to each of two layers more than once."""
     cache, rng = mirror.cache, np.random.default_rng(0)
     results: dict[int, list[bytes]] = {0: [], 1: []}
     with cache.step([tokens.sequence], [1]) as step:
@@ -276,7 +276,7 @@ def test_layers_in_any_order_and_more_than_once(monkeypatch: pytest.MonkeyPatch)
 def interrupted_step(
     monkeypatch: pytest.MonkeyPatch, mirror: Mirror, tokens: Tokens, kind: type, method: str, nth: int
 ) -> None:
-    """A step of one token, of a cache of `cache_of_pages`, with Ctrl-C instead of the nth call of a method."""
+    """A step of one token in a cache of `cache_of_pages`, with Ctrl-C instead of the nth call of a method."""
     call, left = getattr(kind, method), nth
 
     def interrupted(*given: Any) -> None:
@@ -300,7 +300,7 @@ def test_ctrl_c_between_taking_a_slot_and_giving_it_back_loses_none(
 ) -> None:
     mirror, tokens = cache_of_pages(monkeypatch, RestlessDriver(6))
     if room:
-        # Tokens need no page, so later steps want what has been brought ahead.
+        # New tokens need no page, so later steps use what was copied ahead.
         mirror.step([tokens], [1])
     for nth in range(1, 8):
         interrupted_step(monkeypatch, mirror, tokens, Stream, "follow", nth)
@@ -309,7 +309,7 @@ def test_ctrl_c_between_taking_a_slot_and_giving_it_back_loses_none(
 
 
 def test_a_step_that_streams_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph reads in place, so it may be replayed by such a step, but not come from one."""
+    """A graph reads in place, so such a step may replay one, but not be captured."""
     spec = pagoda.ModelSpec(layers=[layer(head_dim=64)])
     driver = RestlessDriver(6)
     stream = CallerStream(driver)
@@ -358,7 +358,7 @@ def test_the_ring_is_a_part_of_the_device_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_how_large_slots_are() -> None:
-    """For copies at the speed of the link, and for a stretch that is not cut; a 16th of the memory each at most."""
+    """Large enough for copies at link speed and for an uncut stretch, but each at most a 16th of the memory."""
     mib, gib, widths = 1 << 20, 1 << 30, [1 << 15, 1 << 16]
 
     def slots(device_bytes: int, *, page_size: int = 64, disk: bool = False, deterministic: bool = False) -> RingSlots:
@@ -377,7 +377,7 @@ def test_how_large_slots_are() -> None:
 
 
 def test_the_bytes_of_a_layer_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them lie side by side, and those of a layer that shares pages are its owner's."""
+    """They are contiguous, and a layer that shares pages has those of its owner."""
     shapes = [layer(), layer(), layer(kv_owner=1), layer(head_dim=48), layer()]
     with opened(monkeypatch, EmulatedDriver(), pagoda.ModelSpec(layers=shapes), device_memory="8MiB") as cache:
         runs = engine_of(cache)._streams._runs
@@ -386,7 +386,7 @@ def test_the_bytes_of_a_layer_in_a_block(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_copy_crosses_a_border_between_pieces_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a piece for each extent; the emulated device refuses copies that do, as it must where nobody looks for borders."""
+    """Each extent is a piece. The emulated device refuses copies across borders, and does so if the check is disabled."""
     for looking in (True, False):
         driver = RestlessDriver(9)
         spec = pagoda.ModelSpec(layers=[layer()])
@@ -408,7 +408,7 @@ def test_no_copy_crosses_a_border_between_pieces_of_pinned_memory(monkeypatch: p
 
 
 class Clocked:
-    """A driver that knows how long things take, and does none of them. in_place, copied: bytes a second."""
+    """A driver that simulates the time of work without doing it. in_place, copied: bytes a second."""
 
     multiprocessors = 4
     launch_seconds, copy_seconds = 5e-6, 8e-6
@@ -431,7 +431,7 @@ class Clocked:
 
 
 class ClockedStream:
-    """Its own time, which is never before the driver's."""
+    """A stream with its own time, which new work never puts before the driver's."""
 
     def __init__(self, driver: Clocked) -> None:
         self.driver, self.time = driver, 0.0
@@ -461,14 +461,14 @@ class ClockedStream:
 def test_from_how_many_bytes_on_the_ring_is_faster(
     in_place: float, copied: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where copies are as much faster as makes up for what they cost besides, or where nobody has measured."""
+    """The size at which faster copies make up for their overhead, or twice the largest measured size if none does."""
     driver: Any = Clocked(in_place, copied)
     monkeypatch.setattr(time, "perf_counter", lambda: driver.now)
     assert thresholds.ring_bytes(driver) == expected
 
 
 class EagerCopies(EmulatedDriver):
-    """Copies are done as soon as nothing that they wait for is left; kernels, and nothing else, when somebody waits."""
+    """Does copies as soon as they have nothing to wait for, but kernels only when somebody waits."""
 
     def stream(self) -> Stream:
         driver = self
@@ -489,14 +489,14 @@ class EagerCopies(EmulatedDriver):
 
 
 class LateDriver(EmulatedDriver):
-    """Looking at an event lets no work be done."""
+    """A query of an event lets no work be done."""
 
     def work_a_little(self) -> None:
         pass
 
 
 class LateCaller(CallerStream):
-    """A caller who does not wait for attention."""
+    """The stream of a caller who does not wait for attention."""
 
     launch = Stream.launch
 
@@ -508,7 +508,7 @@ def kernels_follow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copies_follow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are made at once, and kernels late."""
+    """Copies are done at once, and kernels late."""
     driver = EagerCopies()
     mirror, tokens = cache_of_pages(monkeypatch, driver)
     cache, rng = mirror.cache, np.random.default_rng(0)
@@ -526,7 +526,7 @@ def copies_follow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_wait_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the next step would have read is still being copied when its blocks are freed."""
+    """Blocks are freed while they are still being copied ahead for the next step."""
     driver = LateDriver()
     mirror, tokens = cache_of_pages(monkeypatch, driver)
     mirror.look()
@@ -539,7 +539,7 @@ def blocks_wait_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_brought_ahead_is_of_the_same_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another sequence has got the blocks of one that is gone."""
+    """Another sequence gets the blocks of a released one."""
     mirror, tokens = cache_of_pages(monkeypatch, RestlessDriver(8))
     mirror.look()
     mirror.release(tokens)
@@ -562,7 +562,7 @@ def a_block_short(*given: Any) -> npt.NDArray[np.int64]:
 
 FENCES: list[tuple[Callable[[pytest.MonkeyPatch], None], tuple[Any, str, Callable[..., Any]]]] = [
     (kernels_follow_copies, (CallerStream, "follow", lambda self, event: None)),
-    # One block is not copied: what is left in the slot is seen.
+    # One block is not copied: the old contents of the slot must show.
     (kernels_follow_copies, (Streams, "_side_by_side", a_block_short)),
     (copies_follow_kernels, (Stream, "follow", lambda self, event: None)),
     (blocks_wait_for_copies, (Streams, "behind", lambda self, step: step)),

@@ -58,7 +58,7 @@ def test_pages_go_down_three_tiers_and_come_back_unchanged(mirror: Mirror, tmp_p
 
 
 def test_layers_of_any_group_and_window_read_their_own_pages(tmp_path: Path) -> None:
-    """Layers that are alike read the same pages; those of another group have others, and other windows see fewer."""
+    """Similar layers read the same pages; another group has other pages, and layers with windows see fewer."""
     reader = layer(kv_owner=0, window=40)
     spec = pagoda.ModelSpec([layer(), layer(num_kv_heads=4), reader, layer(), layer(num_kv_heads=4), reader])
     with opened(tmp_path, spec=spec, spill=False) as cache:
@@ -69,7 +69,7 @@ def test_layers_of_any_group_and_window_read_their_own_pages(tmp_path: Path) -> 
         assert cache.execute(cache.plan(other.sequence, "disk", (0, 32), layers=[1, 4])).wait(60)
         mirror.look()
         assert mirror.last is not None
-        if cache._device is None:  # A device reads for the step to come as well.
+        if cache._device is None:  # A device also reads ahead for the next step.
             assert mirror.last.report.bytes["disk"] == 4096 * (2 * 6 + 2 * (6 + 2)), "no window reaches so far back"
 
 
@@ -87,7 +87,7 @@ def test_tables_have_no_address_of_a_page_on_disk(tmp_path: Path) -> None:
 
 
 def test_demote_moves_down_and_promote_up_and_nothing_else(mirror: Mirror) -> None:
-    """Of a sequence over three tiers: 4 pages of each group on disk, 6 on the host, 10 on the device."""
+    """The sequence lies on three tiers: 4 pages of each group on disk, 6 on the host, 10 on the device."""
     tokens, cache = mirror.create(), mirror.cache
     mirror.step([tokens], [320])
     sequence = tokens.sequence
@@ -162,7 +162,7 @@ def test_a_page_is_written_once(mirror: Mirror) -> None:
 def test_a_change_of_sequence_writes_nothing_that_the_disk_has(
     tmp_path: Path, device_memory: str, host_memory: int | str
 ) -> None:
-    """Three in turn, more than memory holds: as many blocks on disk as there are pages."""
+    """Three sequences in turn, more than memory holds, with as many blocks on disk as pages."""
     options: dict[str, Any] = {"spec": pagoda.ModelSpec(layers=[layer()]), "device": "cpu"}
     options |= {"device_memory": device_memory, "host_memory": host_memory, "disk_memory": 120 * 2 * 4096}
     with opened(tmp_path, **options) as cache:
@@ -187,7 +187,7 @@ def test_a_change_of_sequence_writes_nothing_that_the_disk_has(
 @pytest.mark.usefixtures("names_the_cpu")
 @pytest.mark.parametrize(("without", "writes"), [(None, 0), (5, 0), (0, 10)])
 def test_pages_leave_for_a_full_disk_that_has_them(tmp_path: Path, without: int | None, writes: int) -> None:
-    """No others could be given up. A page without one, if it is the first to leave, takes the place of its own sequence's."""
+    """No other sequence's copies could be dropped. If the first page to leave has none, its own sequence's make room."""
     options: dict[str, Any] = {"spec": pagoda.ModelSpec(layers=[layer()]), "device": "cpu"}
     options |= {"device_memory": "64KiB", "host_memory": 0, "disk_memory": "256KiB"}
     with opened(tmp_path, **options) as cache:
@@ -229,7 +229,7 @@ def spoil(directory: Path, tokens: Tokens, token: int) -> None:
 
 
 def test_pages_that_are_on_a_full_disk_are_not_written_again_to_go_there(tmp_path: Path) -> None:
-    """Others' copies make room for pages that are not, and its own where there are no others'."""
+    """Copies of other sequences make room for pages that are not on disk yet, and if there are none, the sequence's own."""
     with opened(tmp_path, spec=pagoda.ModelSpec(layers=[layer()]), disk_memory="256KiB", spill=False) as cache:
         room, mirror = cache.stats().disk[0].free, Mirror(cache)
         tokens, others = mirror.create(), mirror.create()
@@ -277,7 +277,7 @@ def test_an_error_names_the_sequences_that_hold_the_page(mirror: Mirror, tmp_pat
 def test_an_error_of_a_copy_that_is_waited_for_names_the_sequences_that_hold_the_page(
     mirror: Mirror, tmp_path: Path
 ) -> None:
-    """Of an open page that a step copies from disk, and of one that cannot be saved."""
+    """For an open page that a step copies from disk, and for one that cannot be saved."""
     cache, other, tokens = mirror.cache, mirror.create(), mirror.create()
     mirror.step([other, tokens], [40, 64])
     assert cache.demote(tokens.sequence, to="disk").wait(60)
@@ -309,7 +309,7 @@ def test_a_page_that_was_spoilt_is_an_error_and_no_data(mirror: Mirror, tmp_path
     assert cache.demote(tokens.sequence, to="disk").wait(60)
     assert cache.demote(other.sequence, to="disk").wait(60)
     with nameless(tmp_path / "pages").open("r+b") as pages:
-        # A bit of the first layer of the first page: behind the headers of its segment.
+        # A bit of the first layer of the first page, after the headers of its segment.
         data = np.frombuffer(pages.read(), np.uint8)
         starts = range(0, len(data), 4096)
         at = next(at for at in starts if data[at] and data[at : at + 8].tobytes() != b"PAGODAPG")
@@ -345,8 +345,8 @@ def test_a_batch_that_memory_cannot_hold_is_read_from_disk_at_every_step(mirror:
     for _ in range(3):
         mirror.step(sessions, new)
         assert mirror.last is not None
-        # What memory has no room for, where each layer of a page has 4 KiB in the file, twice its bytes. Moves under way hold
-        # memory, too.
+        # Pages that do not fit in memory; in the file each of their layers has 4 KiB, twice its bytes. Moves under way also
+        # hold memory.
         rows = sum(len(tokens.sequence) for tokens, more in zip(sessions, new, strict=True) if more)
         rows_bytes = rows * stats[0].block_bytes[0] // 16
         assert mirror.last.report.bytes["disk"] >= 2 * (rows_bytes - (512 << 10)) > 200 << 10
@@ -354,7 +354,7 @@ def test_a_batch_that_memory_cannot_hold_is_read_from_disk_at_every_step(mirror:
     before, first, *_, after = stats
     assert before.disk_io is not None
     assert after.disk_io is not None
-    # Of all steps: what one of them needs may have been read as early as in the one before it.
+    # Counted over all steps, since a step's pages may have been read during the previous one.
     assert after.disk_io.bytes_read - before.disk_io.bytes_read > 3 * 200 << 10
     assert after.moved_bytes["disk", "host"] == first.moved_bytes["disk", "host"], "no page moves to and fro"
     cache.audit()
@@ -363,7 +363,7 @@ def test_a_batch_that_memory_cannot_hold_is_read_from_disk_at_every_step(mirror:
 @pytest.mark.usefixtures("names_the_cpu")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_one_sequence_longer_than_memory(tmp_path: Path, deterministic: bool) -> None:
-    """Prefill in chunks, then decode, over three tiers; bit for bit as in memory where bits are promised."""
+    """Prefill in chunks, then decode, over three tiers. In deterministic mode the bits are those of a cache in memory."""
     heads: dict[str, Any] = {"num_kv_heads": 1, "num_q_heads": 2, "head_dim": 32}
     spec = pagoda.ModelSpec(layers=[layer(**heads), layer(**heads), layer(window=300, **heads)])
     options: dict[str, Any] = {"device": "cpu", "deterministic": deterministic}
@@ -387,7 +387,7 @@ def test_one_sequence_longer_than_memory(tmp_path: Path, deterministic: bool) ->
 
 @pytest.mark.usefixtures("names_the_cpu")
 def test_a_step_reports_what_it_read(tmp_path: Path) -> None:
-    """On a device see tests/test_device_disk.py."""
+    """For a device see tests/test_device_disk.py."""
     cache = opened(tmp_path, device="cpu")
     mirror = Mirror(cache)
     tokens = mirror.create()
@@ -406,7 +406,7 @@ def test_a_step_reports_what_it_read(tmp_path: Path) -> None:
         assert report.bytes == inside.bytes
         assert after - before >= report.seconds >= inside.seconds >= report.waited
         assert step.report == report, "time goes on, the step does not"
-        # The window of 40 has none of the pages on disk; 16 tokens of 2 heads of K and V in f16 are 2 KiB, stored as 4.
+        # The window of 40 has no page on disk. 16 tokens of 2 heads of K and V in f16 are 2 KiB, stored as 4.
         assert report.bytes == {"memory": (321 + 321 + 40) * 2 * 2 * 32, "disk": 2 * on_disk // 16 * 4096}
         assert report.fractions({"disk": 1e9, "pcie": 1.0}) == {"disk": report.bytes["disk"] / 1e9 / report.seconds}
     cache.close()
@@ -422,7 +422,7 @@ def test_fractions_are_of_rates_above_0(rate: Any) -> None:
 
 @pytest.mark.usefixtures("names_the_cpu")
 def test_interrupts_while_pages_are_read_lose_nothing(tmp_path: Path) -> None:
-    """Ctrl-C at any moment of a step whose pages stream: it is as if it had not begun."""
+    """Ctrl-C at any moment of a step over pages on disk: it is as if the step had not begun."""
     spec = pagoda.ModelSpec(layers=[layer(num_kv_heads=4, num_q_heads=4, head_dim=128)] * 2)
     options: dict[str, Any] = {"device": "cpu", "device_memory": "48MiB", "host_memory": 0, "disk_memory": "128MiB"}
     rows = np.ones((16384, 4, 128), np.float32)
@@ -453,7 +453,7 @@ def test_interrupts_while_pages_are_read_lose_nothing(tmp_path: Path) -> None:
                     interrupted += 1
                 cache.audit()
                 assert len(sequence) == 16384
-        # A handler that asks the very cache gets an answer, or an error, and waits for nobody.
+        # A handler that calls the same cache gets an answer or an error, and never blocks.
         with alarms(lambda *_: cache.stats()) as alarm:
             for milliseconds in range(1, 60, 2):
                 alarm(milliseconds / 1000)
@@ -484,7 +484,7 @@ def test_without_spilling_nothing_moves_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("names_the_cpu")
 def test_a_batch_in_another_order_is_no_other_batch(tmp_path: Path) -> None:
-    """Pages on disk come in when another sequence steps, and not whenever a batch is sorted anew."""
+    """Pages on disk come in when another sequence joins, not whenever the order of the batch changes."""
     with opened(tmp_path) as cache:
         mirror = Mirror(cache)
         one, other, third = (mirror.create() for _ in range(3))
@@ -516,7 +516,7 @@ def test_room_that_others_leave_is_used_by_a_batch_that_stays(tmp_path: Path) ->
 
 
 def test_pages_that_change_under_the_ring_are_read_again(mirror: Mirror) -> None:
-    """What was read ahead for a step that did not come is not taken for pages that were written to the same blocks since."""
+    """Data read ahead for a step that never came is not used for pages written to the same blocks since."""
     for turn in range(6):
         tokens, cache = mirror.create(), mirror.cache
         mirror.step([tokens], [170 + turn])
@@ -543,7 +543,7 @@ def test_a_cache_without_a_host_tier_spills_to_disk(tmp_path: Path) -> None:
 
 
 def test_who_holds_a_ticket_that_failed_is_told_whenever_they_ask(tmp_path: Path) -> None:
-    """Inside a step too, which may be another thread's. Where nobody holds it the next step is told, once."""
+    """Also inside a step, which may be another thread's. If nobody holds the ticket, the next step raises the error, once."""
     with opened(tmp_path, spill=False, disk_writes_per_day="20KiB") as cache:
         mirror = Mirror(cache)
         tokens, forgotten, other = (mirror.create() for _ in range(3))
@@ -594,7 +594,7 @@ def test_no_more_is_written_a_day_than_allowed(tmp_path: Path, caplog: pytest.Lo
 def test_after_a_write_that_failed_none_is_tried_for_some_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then it is tried again."""
+    """After them writes are tried again."""
     monkeypatch.setattr(placement, "PAUSE_STEPS", 3)
     disk: dict[str, Any] = {"disk": tmp_path / "pages", "disk_memory": "32MiB", "disk_writes_per_day": 1}
     spec = pagoda.ModelSpec(layers=[layer()])
@@ -619,7 +619,7 @@ def test_after_a_write_that_failed_none_is_tried_for_some_steps(
 
 @pytest.mark.usefixtures("names_the_cpu")
 def test_a_drive_that_is_full_keeps_pages_where_they_are(tmp_path: Path) -> None:
-    """A limit on the size of files is what a test can have without a drive of its own."""
+    """Simulated by a limit on file size, since the test has no drive of its own."""
     script = f"""
 import resource, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -684,7 +684,7 @@ def test_a_place_in_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.usefixtures("names_the_cpu")
 def test_a_directory_that_is_read_only() -> None:
-    """Root may write anywhere, so root becomes nobody first."""
+    """Root may write anywhere, so as root the test switches to the user nobody first."""
     script = """
 import os, sys
 import pagoda, pytest

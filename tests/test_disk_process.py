@@ -38,14 +38,14 @@ def loaded(mirror, key, like):
 
 
 def run(script: str, place: Path, *given: str, before: list[str] | None = None) -> None:
-    """Runs a script in a process of its own, which has to end well."""
+    """Runs a script in a separate process, which must succeed."""
     command = [*(before or []), sys.executable, "-c", PRELUDE + script, str(place), *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stdout + done.stderr
 
 
 def test_a_fork_with_transfers_under_way(tmp_path: Path) -> None:
-    """Every call of the child raises, its end frees nothing, and the parent's pages arrive."""
+    """Every call in the child raises, its exit frees nothing, and the parent's pages arrive."""
     script = """
 cache = opened()
 mirror, tokens = mirrored(cache)
@@ -88,7 +88,7 @@ print("fine")
 
 
 def test_a_child_that_outlives_its_parent_leaves_the_directory_to_others(tmp_path: Path) -> None:
-    """A lock by flock is that of all processes that have the file open, so that a forked child lets go of it at once."""
+    """An flock belongs to all processes that have the file open, so a forked child closes it at once."""
     script = """
 cache = opened()
 cache.save(mirrored(cache, 50)[1].sequence, "it")
@@ -130,7 +130,7 @@ print("fine")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere children share it until somebody writes to it")
 def test_a_child_forked_while_a_directory_is_opened_leaves_it_to_others(tmp_path: Path) -> None:
-    """Also if its parent is killed: nobody lets go of the lock then but those who have the file open."""
+    """Even if the parent is killed, in which case only closing the file in every process releases the lock."""
     if not silence.is_possible():
         pytest.skip("no system calls can be held up")
     script = """
@@ -185,7 +185,7 @@ print("fine")
 
 
 def test_a_forked_child_has_nothing_of_the_memory(tmp_path: Path) -> None:
-    """A drive that reads into memory that a child shares might otherwise write to the child's copy."""
+    """Otherwise a drive that reads into shared memory might write to the child's copy."""
     script = """
 cache = opened(device_memory="256MiB", host_memory="256MiB")
 mirror, tokens = mirrored(cache)
@@ -293,7 +293,7 @@ print("fine")
 
 
 def small_drive(place: Path) -> list[str]:
-    """What runs a command that has a drive of 1 MiB in this place."""
+    """A command prefix that mounts a drive of 1 MiB at `place`."""
     mount = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"']
     if shutil.which("unshare") is None or subprocess.run([*mount, str(place), "true"], capture_output=True).returncode:
         pytest.skip("no drive of its own can be mounted")
@@ -301,7 +301,7 @@ def small_drive(place: Path) -> list[str]:
 
 
 def test_a_drive_that_is_full_and_has_space_again(tmp_path: Path) -> None:
-    """On a drive of 1 MiB: what cannot be written stays where it is, what is there is read, and later writing goes on."""
+    """On a drive of 1 MiB: pages that cannot be written stay in memory, written ones are read, and later writes succeed."""
     script = """
 cache = opened()
 mirror, small = mirrored(cache, 200)
@@ -336,7 +336,7 @@ print("fine")
 
 
 def test_a_drive_that_was_full_is_used_as_fast_as_before(tmp_path: Path) -> None:
-    """What it can do is found out when its directory is opened, whether or not there is room to try that by writing."""
+    """Opening the directory finds out what the drive can do, even if there is no room for trial writes."""
     script = """
 from pathlib import Path
 def ways(cache):
@@ -445,7 +445,7 @@ def cycle(turn):
     ids=["sequences", "caches", "caches in memory", "caches on a device"],
 )
 def test_nothing_piles_up(cycle: str, turns: int, tmp_path: Path) -> None:
-    """Memory, open files and threads of a process are after many turns what they were after some."""
+    """Memory, open files and threads of a process are the same after many turns as after a few."""
     if cycle == ON_A_DEVICE:
         emulator.require()
     script = f"""
@@ -995,8 +995,8 @@ print("fine")
 def test_nobody_waits_forever_for_a_drive_that_does_not_answer(
     device: str, script: str, how: str, tmp_path: Path
 ) -> None:
-    """Whoever waits gives up, nothing is lost, and what is left goes when the drive has answered after all; one that answers
-    slowly is waited for."""
+    """Calls give up waiting, nothing is lost, and everything left is released once the drive answers after all. A drive that
+    is only slow is waited for."""
     if not silence.is_possible():
         pytest.skip("no system calls can be held up")
     if device == "cuda":
@@ -1074,7 +1074,7 @@ print("fine")
 def test_what_the_system_refuses_to_who_reads_a_directory(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Threads with stacks of 1 GiB, of which there is room for one or two.
+    # Stacks of 1 GiB, with room for one or two threads.
     monkeypatch.setenv("RUST_MIN_STACK", str((1 << 30) if script == FEW_THREADS else 2 << 20))
     run(LIMITED + script, tmp_path / "kept")
 
@@ -1083,7 +1083,7 @@ def test_what_the_system_refuses_to_who_reads_a_directory(
 def test_a_save_that_failed_keeps_its_pages_until_no_index_names_them(
     then: str, found: list[str], tmp_path: Path
 ) -> None:
-    """An answer from before that the index is sure, taken in after the failure, says nothing of these pages."""
+    """An earlier confirmation that the index is durable, processed after the failure, does not apply to these pages."""
     if not silence.is_possible():
         pytest.skip("no system calls can be held up")
     run(SILENT + STALE, tmp_path / "kept", "cpu", then)
@@ -1221,14 +1221,14 @@ print("fine")
 
 
 def test_a_ring_that_may_not_be_entered_is_not_used(tmp_path: Path) -> None:
-    """Filters of containers may let a process make one and no more."""
+    """A container's filter may allow creating a ring, but not using it."""
     if not silence.is_possible():
         pytest.skip("no system calls can be held up")
     run(SILENT + RING, tmp_path / "kept", "cpu")
 
 
 def test_what_a_sync_that_failed_may_have_lost_is_written_anew(tmp_path: Path) -> None:
-    """The system may count as written what it could not write: the next sync succeeds, and power takes the pages."""
+    """The system may treat data that it could not write as written: the next sync succeeds, but pages are lost with power."""
     if not silence.is_possible():
         pytest.skip("no system calls can be held up")
     run(SILENT + LOST, tmp_path / "kept", "cpu")

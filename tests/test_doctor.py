@@ -20,7 +20,7 @@ from pagoda.device import cuda
 from pagoda.kernels import loader
 
 OPEN_DRIVER = cuda.open_driver
-"""The real one, whatever --device is."""
+"""The real function, whatever --device is."""
 
 NO_DEVICE = "cudaErrorNoDevice: no CUDA-capable device is detected"
 TOO_OLD = "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version"
@@ -35,7 +35,7 @@ class RuntimeFailure(RuntimeError):
 
 
 class Machine:
-    """One that has everything; tests take things away."""
+    """A machine that has everything; tests take things away."""
 
     def __init__(self, headers: Path) -> None:
         self.driver, self.runtime = 13010, 13020
@@ -148,7 +148,7 @@ def test_no_device(
     findings = examine(machine, monkeypatch)
     assert findings["GPU"][1:3] == (False, found)
     assert remedy in findings["GPU"].remedy
-    # What can be looked at without a device is.
+    # Checks that need no device are still made.
     assert findings["NVRTC"].fine
     assert findings["CUDA headers"].fine
     assert "GPU kernels" not in findings
@@ -234,7 +234,7 @@ def test_this_machine() -> None:
 def test_a_directory_without_a_name_is_not_the_working_directory(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As of a variable that is not set, in a script."""
+    """An empty name comes, for example, from an unset variable in a script."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         main([*command, ""])
@@ -244,7 +244,7 @@ def test_a_directory_without_a_name_is_not_the_working_directory(
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
-    """A directory that no drive has."""
+    """A directory in memory."""
     if not os.path.ismount("/dev/shm"):
         pytest.skip("no file system in memory")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
@@ -252,7 +252,7 @@ def in_memory() -> Iterator[Path]:
 
 
 def test_a_directory_in_memory_is_no_disk(in_memory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What would be measured there is memory, and pages there are no less of it."""
+    """Its rates would be those of memory, and pages in it take memory."""
     (finding,) = [found for found in doctor.examine(in_memory) if found.what == "disk"]
     assert not finding.fine
     assert "a drive: the directory is in memory" in finding.remedy
@@ -264,7 +264,7 @@ def test_a_directory_in_memory_is_no_disk(in_memory: Path, caplog: pytest.LogCap
 def test_nowhere_to_write_is_no_matter_of_other_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As in a container whose file system is read-only."""
+    """For example in a container with a read-only file system."""
 
     def fail() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found")

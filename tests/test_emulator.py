@@ -26,7 +26,7 @@ HALVES: dict[str, Any] = {"__half": np.float16, "__nv_bfloat16": ml_dtypes.bfloa
 
 
 class Arguments(ctypes.Structure):
-    """Of every kernel below."""
+    """The arguments of every kernel below."""
 
     _fields_ = [("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("out", ctypes.c_void_p), ("n", ctypes.c_longlong)]
 
@@ -326,7 +326,7 @@ def test_ballots(either: emulator.Library) -> None:
 
 @pytest.mark.parametrize("staying", [4, 3, 1])
 def test_barriers_are_counted(staying: int, either: emulator.Library) -> None:
-    """Warps make different numbers of shuffles, and those that have left are not waited for."""
+    """Warps do different numbers of shuffles, and exited warps are not waited for."""
     right = sum(
         sum(range(warp * 32, warp * 32 + 32)) + 32 * round for warp in range(staying) for round in range(warp + 1)
     )
@@ -362,7 +362,7 @@ def test_the_seed_decides_the_order(library: emulator.Library) -> None:
     assert all(order(seed) == order(seed) for seed in SEEDS)
     orders = [order(seed) for seed in SEEDS]
     assert len(set(orders)) == len(orders)
-    # Blocks run one after the other, not always in the same order; threads between two barriers each come once.
+    # Blocks run one after the other, in varying order; between two barriers each thread runs once.
     assert len({tuple(thread // 64 for thread in threads[:: 3 * 64]) for threads in orders}) > 1
     for threads in orders:
         for round in np.split(np.array(threads), 12):
@@ -414,9 +414,9 @@ def test_multiply_add(kind: str, turned: bool, either: emulator.Library) -> None
 def test_sums_of_products_are_cut_off(
     kind: str, start: float, products: list[float], sum_: float, library: emulator.Library
 ) -> None:
-    """Addends one bit behind the last of a float as large as the largest of 8, sums behind a float's last."""
+    """Addends are cut off one bit below the last of a float as large as the largest of 8, sums below a float's last bit."""
     left, right = (np.zeros((16, 16)).astype(HALVES[kind]) for _ in range(2))
-    # Both types hold these.
+    # Both types represent these exactly.
     left[3, : len(products)] = [product * 2**10 for product in products]
     right[: len(products), 5] = 2**-10
     expected = np.full((16, 16), start, np.float32)
@@ -427,7 +427,7 @@ def test_sums_of_products_are_cut_off(
 
 
 def copied(library: emulator.Library, name: str, seed: int, groups: int = 4) -> tuple[Array, Array]:
-    """What threads saw of their neighbours' copies, and what they must see."""
+    """The bytes that threads saw of their neighbours' copies, and those that they must see."""
     a = filled(np.random.default_rng(seed).integers(0, 255, (groups, 64, 16)).astype(np.uint8))
     out = Guarded((groups, 64, 16), np.uint8)
     library.launch(name, 1, 64, arguments(a=a, out=out, n=groups), shared_bytes=groups * 1024, seed=seed)
@@ -572,12 +572,12 @@ def test_widening(either: emulator.Library) -> None:
 
 
 def test_narrowing(either: emulator.Library) -> None:
-    """Ties, what overflows, subnormal numbers and random bits."""
+    """Ties, overflows, subnormal numbers and random bits."""
     rng = np.random.default_rng(0)
     parts = [rng.integers(0, 1 << 32, 200_000, np.uint64).astype(np.uint32).view(np.float32)]
     with np.errstate(over="ignore", invalid="ignore"):
         for dtype in HALVES.values():
-            # Every number of the format, what lies halfway to its neighbour, and the floats beside these.
+            # Every number of the format, the midpoint to its neighbour, and the floats next to these.
             exact = np.arange(65536, dtype=np.uint16).view(dtype).astype(np.float32)
             exact = exact[np.isfinite(exact)]
             ties = ((exact.astype(np.float64) + np.roll(exact, -1)) / 2).astype(np.float32)

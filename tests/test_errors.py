@@ -65,7 +65,7 @@ def test_a_tier_of_more_bytes_than_the_core_can_count(tier: str, head_dim: int, 
 
 
 def test_a_float_that_is_kept_as_it_is_given_is_none_of_numpy() -> None:
-    """It would be right but for its type, so that is what the error asks for."""
+    """Only its type is wrong, so the error asks for another type."""
     with pytest.raises(pagoda.InvalidArgument, match=r"scale = np\.float32\(0\.5\): an int or float\b"):
         layer(scale=np.float32(0.5))
 
@@ -158,7 +158,7 @@ def overlapping() -> Any:
 
 
 def packed() -> Any:
-    """Rows beside a byte: an odd number of bytes from one to the next."""
+    """Rows in records with one more byte: an odd stride."""
     return np.zeros(2, np.dtype([("rows", "f4", (2, 16)), ("byte", "u1")]))["rows"]
 
 
@@ -268,7 +268,7 @@ def test_a_step_that_is_entered_twice_goes_on() -> None:
 
 
 def test_a_step_that_is_not_open_may_be_entered() -> None:
-    """For the first time, once there is room after all, and again after an exception."""
+    """For the first time, again once there is room, and again after an exception."""
     with pagoda.Cache(SPEC, page_size=16, device_memory="64KiB", host_memory=0, threads=1) as cache:
         sequence, large, k = cache.create(), cache.create(), rows(2, 2, 16)
         step = cache.step([sequence], [2])
@@ -359,7 +359,7 @@ def test_what_callers_hold_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda copied: copied.__name__)
 def test_what_has_an_end_is_not_copied(copied: Callable[[object], object]) -> None:
-    """A copy would be ended with it, and not know."""
+    """A copy would not know when the original ends."""
     with pagoda.Cache(SPEC, threads=1) as cache, cache.create() as sequence:
         for held in (cache, sequence, cache.step([sequence], [1])):
             with pytest.raises(TypeError, match=rf"^{type(held).__name__}: .* Sequence\.fork .* Cache\.save"):
@@ -486,7 +486,7 @@ def test_released_foreign_and_closed() -> None:
 
 
 def test_a_list_that_changes_while_it_is_checked_brings_in_no_foreign_sequence() -> None:
-    """Both caches have a sequence of this number."""
+    """Both caches have a sequence with this number."""
 
     class Changing(list[Any]):
         def __iter__(self) -> Any:
@@ -512,7 +512,7 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
             cache.step([a, b], [16 * 8, 16 * 4]).__enter__()
         assert (caught.value.blocks_short, caught.value.bytes_short) == (4, 4 * size)
         assert (caught.value.tier, caught.value.layer_group, caught.value.draining) == ("device", 1, 0)
-        # Both groups are short, the first one of 1 page and the other of 5.
+        # Both groups are short: the first by 1 page, the other by 5.
         with pytest.raises(pagoda.OutOfBlocks, match=r"lacks 6 block.*; layer group 0 is the first") as caught:
             cache.step([a, b], [16 * 8, 16 * 5]).__enter__()
         assert (caught.value.blocks_short, caught.value.layer_group) == (6, 0)
@@ -531,7 +531,7 @@ def test_out_of_blocks_says_how_many_and_changes_nothing() -> None:
 
 
 def test_a_refused_step_keeps_nothing_alive() -> None:
-    """No reference cycle is left by its error: what the caller lets go of is gone at once."""
+    """Its error leaves no reference cycle: what the caller drops is freed at once."""
     spec = pagoda.ModelSpec(layers=[layer()])
     with pagoda.Cache(spec, page_size=16, device_memory="64KiB", host_memory=0, threads=1) as cache:
 

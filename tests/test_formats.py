@@ -29,7 +29,7 @@ E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 
 
 def samples(dim: int = 256) -> Rows:
-    """Rows of many scales, with zeros, single outliers, steps of one size, and numbers that are exact ties."""
+    """Rows of many scales, with zeros, single outliers, equal steps and exact ties."""
     rng = np.random.default_rng(0)
     normal = rng.standard_normal((300, dim)) * 10.0 ** rng.uniform(-6, 3, (300, 1))
     normal[::7] *= rng.random((43, dim)) < 0.1
@@ -55,7 +55,7 @@ ORDERS = GGML | {"mxfp4": gguf.GGMLQuantizationType.MXFP4, "nvfp4": gguf.GGMLQua
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("dim", [64, 256, 1024])
 def test_ggml_s_order_is_left_and_taken(name: str, dim: int) -> None:
-    """Their blocks stand for the same numbers as rows and scales, and come back byte for byte."""
+    """ggml's blocks represent the same numbers as our rows and scales, and the conversion back gives the same bytes."""
     x = samples(dim).reshape(2, -1, dim)
     theirs = quantize(x, GGML[name]) if name in GGML else formats.encode(x, name)
     kept = theirs.copy()
@@ -74,7 +74,7 @@ def test_ggml_s_order_is_left_and_taken(name: str, dim: int) -> None:
 
 @pytest.mark.parametrize("name", GGML)
 def test_pages_go_to_ggml_and_come_from_it(name: str) -> None:
-    """What a page holds is what ggml makes of the rows; a page that is written from ggml's blocks is attended to as any."""
+    """A page holds what ggml makes of the rows, and a page written from ggml's blocks gives the same attention."""
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((16, heads, 64), np.float32) for heads in (4, 2, 2))
     wanted = [quantize(np.ascontiguousarray(x.swapaxes(0, 1)), GGML[name]) for x in (k, v)]
@@ -94,7 +94,7 @@ def test_pages_go_to_ggml_and_come_from_it(name: str) -> None:
                 step.append(0, k, v)
                 address, size = int(step.table(0).pointers[0, 0]), cache.stats().block_bytes[0]
                 page = np.frombuffer(ctypes.string_at(address, size), np.uint8)
-                # [K, V], and of each [head][token][row], then [head][token][scales of a row].
+                # [K, V], each with [head][token][row], then [head][token][scales of a row].
                 row = formats.FORMATS[name].row_bytes(64)
                 rows, scales = np.split(page.reshape(2, -1), [2 * 16 * row], axis=1)
                 blocks = formats.to_ggml(rows.reshape(2, 2, 16, row), scales.reshape(2, 2, 16, -1), name)
@@ -113,7 +113,7 @@ def test_mxfp4_is_that_of_the_standard() -> None:
     expected = (values * np.exp2(exponent)[..., None]).reshape(x.shape)
     packed = formats.encode(x, "mxfp4")
     np.testing.assert_array_equal(formats.decode(packed, "mxfp4", x.shape), expected)
-    # ggml lays the same blocks out: its package reads them.
+    # ggml's package reads the same blocks in its own layout.
     np.testing.assert_array_equal(dequantize(packed, gguf.GGMLQuantizationType.MXFP4), expected)
 
 
@@ -162,9 +162,9 @@ def test_plain_formats(name: str, dtype: Any) -> None:
 
 ERRORS = {"f32": 0, "f16": 2e-3, "bf16": 1e-2, "fp8_e4m3": 4e-2, "int8": 1e-2, "q8_0": 1e-2, "q5_0": 7e-2, "q4_0": 0.13}
 ERRORS |= {"mxfp4": 0.26, "nvfp4": 0.24}
-"""The largest error, relative to the largest number of a block: half a step, roughly."""
+"""The largest error relative to the largest number of a block: roughly half a step."""
 LEAST = {"nvfp4": 6 * 2.0**-10}
-"""What the error may always be: that of the largest code with half the smallest step of a scale."""
+"""An error that is always allowed: that of the largest code with half the smallest step of a scale."""
 
 
 @given(name=st.sampled_from(list(formats.FORMATS)), seed=st.integers(0, 2**32 - 1), power=st.integers(-2, 2))
@@ -194,7 +194,7 @@ def test_nan_and_infinity_in_a_block(name: str) -> None:
 
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_numbers_at_an_odd_address(name: str) -> None:
-    """Such as those of a file behind a header of one byte."""
+    """For example in a file after a header of one byte."""
     right = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
     odd = np.frombuffer(b"?" + right.tobytes(), np.float32, offset=1).reshape(3, 64)
     assert not odd.flags.aligned
@@ -272,7 +272,7 @@ def test_what_cannot_be() -> None:
 def test_attention_over_every_pair(
     dtypes: tuple[str, str], dims: tuple[int, int], page_size: int, alias: bool, group: int, seed: int
 ) -> None:
-    """What is attended to is what the codec makes of the rows; rows that nobody may read hold NaN."""
+    """Attention sees the rows as the codec stores them; rows that must not be read hold NaN."""
     shape = layer(num_q_heads=2 * group, num_kv_heads=2, head_dim=max(dims), v_head_dim=min(dims), v_alias=alias)
     spec = pagoda.ModelSpec([shape])
     with pagoda.Cache(
@@ -293,7 +293,7 @@ def test_attention_over_every_pair(
 
 
 def test_products_of_bfloat16_are_of_those_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp8_e4m3: what rounding queries and weights to bfloat16 costs is what ml_dtypes' rounding costs."""
+    """fp8_e4m3: rounding queries and weights to bfloat16 costs exactly what ml_dtypes' rounding costs."""
     if "avx512bf16" not in pagoda.build_info()["isas"]:
         pytest.skip("this CPU does not multiply bfloat16 numbers")
     monkeypatch.setenv("PAGODA_CPU_ISA", "avx512bf16")
@@ -306,7 +306,7 @@ def test_products_of_bfloat16_are_of_those_numbers(monkeypatch: pytest.MonkeyPat
         pagoda.Cache(spec, k_dtype="fp8_e4m3", v_dtype="fp8_e4m3", center=None, rotate=False, **options) as cache,
         cache.create() as sequence,
     ):
-        # Many queries would have rows decoded for them.
+        # For many queries, rows would be decoded.
         for new in (range(49), range(49, 50)):
             with cache.step([sequence], [len(new)]) as step:
                 out = step.forward(0, q[new], k[new], v[new])[-1]
@@ -318,7 +318,7 @@ def test_products_of_bfloat16_are_of_those_numbers(monkeypatch: pytest.MonkeyPat
     def rounded(x: Any) -> Any:
         return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
-    # Scores are of base 2.
+    # Scores are in base 2.
     scores = rounded(q[-1] * np.float32(np.log2(np.e) / np.sqrt(128))) @ keys.T.astype(np.float64)
     weights = np.exp2(scores - scores.max(1, keepdims=True))
     expected = rounded(weights * scales) @ codes / weights.sum(1, keepdims=True)
@@ -329,7 +329,7 @@ def test_products_of_bfloat16_are_of_those_numbers(monkeypatch: pytest.MonkeyPat
     ("name", "largest"), [("q8_0", 32639), ("q5_0", 127), ("q4_0", 127), ("mxfp4", 127), ("nvfp4", 127)]
 )
 def test_products_of_integers_are_of_those_integers(name: str, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rounding queries and weights costs is what rounding them in NumPy costs, and nothing else is lost."""
+    """Rounding queries and weights costs exactly what it costs in NumPy, and nothing else is lost."""
     isas = [isa for isa in pagoda.build_info()["isas"] if isa in INTEGER_ISAS]
     if not isas:
         pytest.skip("rows are multiplied as floats")
@@ -422,7 +422,7 @@ def test_what_measures_or_plans_formats_by_name_takes_no_others(
 
 
 def test_formats_by_layer() -> None:
-    """Layers of other formats are other groups, in one budget."""
+    """Layers with different formats are different groups, in one budget."""
     layer = pagoda.AttentionLayer(num_q_heads=2, num_kv_heads=1, head_dim=32)
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((100, heads, 32), np.float32) for heads in (2, 1, 1))

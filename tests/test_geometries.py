@@ -20,7 +20,7 @@ from pagoda.spec import AttentionLayer
 
 @dataclass(frozen=True)
 class Model:
-    """The layers of a preset or of a config, by number, and what makes it worth a test."""
+    """Layers of a preset or a config, by number."""
 
     layers: tuple[int, ...]
     groups: int
@@ -43,7 +43,7 @@ GEMMA_SHARED = {
 """Gemma 4 of the E4B kind: the last 18 of 42 layers store nothing."""
 
 GEMMA_2 = pagoda.AttentionLayer(8, 4, 256, scale=256**-0.5, softcap=50.0)
-"""The numbers of gemma-2-2b, whose layers alternate between a window of 4,096 and none."""
+"""The sizes of gemma-2-2b, whose layers alternate between a window of 4,096 and none."""
 
 MODELS = {
     "llama-3.1-8b": Model((0, 1), 1),
@@ -57,7 +57,7 @@ MODELS = {
 
 
 def chosen(name: str, context: int | None = None) -> pagoda.ModelSpec:
-    """Some layers of a model, which name their owners by their new numbers; windows are cut to fit a short context."""
+    """Some layers of a model, renumbered, owners included; windows are shortened for a short context."""
     model = MODELS[name]
     spec = pagoda.ModelSpec.preset(name) if model.config is None else pagoda.ModelSpec.from_config(model.config)
     layers = []
@@ -116,7 +116,7 @@ def test_a_prompt_beyond_the_window_and_some_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_short_context(name: str, deterministic: bool) -> None:
-    """On every device, with windows that are left all the same."""
+    """On every device, with windows short enough to be left."""
     run(chosen(name, 24), [17, 21], 2, page_size=16, device_memory="32MiB", deterministic=deterministic)
 
 
@@ -135,7 +135,7 @@ def test_layers_that_share_store_nothing() -> None:
 
 
 def test_the_geometries_are_those_of_the_models() -> None:
-    """Heads, sizes and windows, from the models' cards."""
+    """Heads, sizes and windows, from model cards."""
 
     def shapes(name: str) -> set[tuple[Any, ...]]:
         return {
@@ -161,7 +161,7 @@ def test_the_geometries_are_those_of_the_models() -> None:
 
 @pytest.mark.parametrize("counts", [(11, 10), (10, 11), (3, 2), (2, 1), (1, 1)])
 def test_the_least_memory_holds_a_page_of_each_group(counts: tuple[int, int]) -> None:
-    """Blocks of a group may lie across the borders of extents, whose size is that of the largest."""
+    """Extents have the size of the largest block; blocks of a group may cross their borders."""
     kinds = [AttentionLayer(2, 2, 8), AttentionLayer(2, 2, 8, window=40)]
     spec = pagoda.ModelSpec(layers=[kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)])
 
@@ -182,7 +182,7 @@ def test_the_least_memory_holds_a_page_of_each_group(counts: tuple[int, int]) ->
 
 @pytest.mark.parametrize("dtype", ["f16", "q8_0", "q4_0"])
 def test_blocks_of_several_sizes_leave_no_memory_between_them(dtype: str) -> None:
-    """Each group of every preset could have 98 % of the memory, though some have blocks 5.2 times as large as others."""
+    """Each group of every preset could use 98 % of the memory, though blocks differ in size by a factor of up to 5.2."""
     memory, several = 8 << 30, 0
     for name in sorted(PRESETS):
         spec = pagoda.ModelSpec.preset(name).storing_k()

@@ -32,14 +32,14 @@ from pagoda.rates import Routes
 from test_stateful import CacheMachine
 from unfenced import tickets_finish_at_once
 
-# Libraries of others may warn.
+# Other libraries may warn.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 Q_HEADS, KV_HEADS, DIM = 32, 8, 128
 LAYER = pagoda.AttentionLayer(Q_HEADS, KV_HEADS, DIM)
 
 ERROR = {"f32": 3e-5, "f16": 4e-3, "bf16": 3e-2}
-"""Of results by the type of queries, for values around 1: its rounding, and that of weights."""
+"""Largest error of results by the type of queries, for values around 1: their rounding and that of weights."""
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def engine(cache: pagoda.Cache) -> DeviceEngine:
 
 
 def draw(rng: np.random.Generator, count: int, dtype: str = "f16") -> list[Array]:
-    """Q, K and V of so many tokens."""
+    """Q, K and V of `count` tokens."""
     return [
         rng.standard_normal((count, heads, DIM), np.float32).astype(DTYPES[dtype])
         for heads in (Q_HEADS, KV_HEADS, KV_HEADS)
@@ -73,7 +73,7 @@ def draw(rng: np.random.Generator, count: int, dtype: str = "f16") -> list[Array
 
 
 def stored(rows: Array, dtype: str = "f16") -> Array:
-    """Rows as a cache keeps them."""
+    """Rows as a cache stores them."""
     return rows.astype(np.float32).astype(DTYPES[dtype]).astype(np.float64)
 
 
@@ -131,13 +131,13 @@ def test_tensors_of_torch_on_a_stream_that_is_behind(torch: Any, name: str, by_n
             assert out.dtype == dtype
             rows = [part.double().cpu().numpy() for part in source.split(heads, 1)]
             expected, _ = attention(rows[0], stored(rows[1], "bf16"), stored(rows[2], "bf16"))
-            # Weights of 16-bit queries are of the type of the rows: 2^-9 of each, for values up to 5.
+            # With 16-bit queries, weights have the type of the rows: an error of 2^-9 each, for values up to 5.
             error = 1.2e-2 if short == "f16" else ERROR[short]
             np.testing.assert_allclose(out.double().cpu().numpy(), expected, rtol=0, atol=error)
 
 
 def test_a_graph_of_torch(torch: Any) -> None:
-    """Captured over three sequences; replayed when one has left and two have joined."""
+    """Captured over three sequences; replayed after one has left and two have joined."""
     stream = torch.cuda.Stream()
     heads = [Q_HEADS, KV_HEADS, KV_HEADS]
     held: dict[pagoda.Sequence, list[Array]] = {}
@@ -191,7 +191,7 @@ def test_one_graph_serves_batches_that_grow_and_shrink(cp: Any, new_tokens: int)
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_long_contexts(cp: Any, page_size: int, dtype: str) -> None:
-    """Decoding and prefill over contexts of 0 to 40,000 tokens in one batch, queries of 16 bits and of 32."""
+    """Decoding and prefill over contexts of 0 to 40,000 tokens in one batch, with 16-bit and 32-bit queries."""
     rng = np.random.default_rng(1)
     lengths, last = [0, 1, 1000, 40_000], [1, 0, 130, 1]
     with open_cache(page_size=page_size, k_dtype=dtype, v_dtype=dtype, device_memory="512MiB") as cache:
@@ -223,7 +223,7 @@ def test_long_contexts(cp: Any, page_size: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 70])
 def test_sums_of_half_a_million_rows_lose_little(cp: Any, count: int) -> None:
-    """Tensor cores cut sums off, which shows in values around 1: added up at once, as much as 7e-3 of them."""
+    """Tensor cores truncate sums, which shows in values around 1: added up at once, they would lose as much as 7e-3."""
     rng = np.random.default_rng(2)
     rows = [rng.normal(mean, 1, (1 << 19, 1, DIM)).astype(np.float16) for mean in (0, 1)]
     with open_cache(pagoda.AttentionLayer(4, 1, DIM), device_memory="512MiB") as cache:
@@ -255,7 +255,7 @@ def test_sequences_without_tokens(cp: Any, counts: list[int]) -> None:
 
 
 def test_bits_do_not_depend_on_batch_or_chunks(cp: Any) -> None:
-    """In deterministic mode: 3,000 tokens in one step, in pieces, and in pieces beside others."""
+    """In deterministic mode: 3,000 tokens in one step, in pieces, and in pieces batched with others."""
     rng = np.random.default_rng(3)
     rows = [to_device(part) for part in draw(rng, 3000)]
 
@@ -277,7 +277,7 @@ def test_bits_do_not_depend_on_batch_or_chunks(cp: Any) -> None:
 
 
 def test_pages_at_the_far_end_of_a_large_pool(cp: Any) -> None:
-    """More than 2**31 elements and 2**32 bytes, full of NaN; pages here and there, and tables that end in garbage."""
+    """More than 2**31 elements and 2**32 bytes, full of NaN, with scattered pages and tables that end in garbage."""
     rng = np.random.default_rng(4)
     size, page = 12 << 30, 64
     pages = size // (page * 4 * KV_HEADS * DIM)
@@ -318,7 +318,7 @@ def test_pages_at_the_far_end_of_a_large_pool(cp: Any) -> None:
 
 
 def test_tables_drive_flashinfer(cp: Any, torch: Any) -> None:
-    """Its HND layout, as strided tensors over our pages: K and V of a head are runs of rows."""
+    """Its HND layout as strided tensors over Pagoda's pages: K and V of a head are contiguous rows."""
     flashinfer = pytest.importorskip("flashinfer")
     rng = np.random.default_rng(5)
     page, batch_size = 16, 5
@@ -347,7 +347,7 @@ def test_tables_drive_flashinfer(cp: Any, torch: Any) -> None:
 
 
 class World:
-    """A sequence of full pages whose appends lie behind a delay on the first of two streams."""
+    """A sequence of full pages whose appends come after a delay on the first of two streams."""
 
     def __init__(self, cp: Any, device_pages: int = 16) -> None:
         self.streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -355,7 +355,7 @@ class World:
         page = 64 * 4 * KV_HEADS * DIM
         self.cache = open_cache(spill=False, device_memory=device_pages * page, host_memory=16 * page)
         self.k = self.v = np.zeros((0, KV_HEADS, DIM), np.float16)
-        # Kernels are compiled, memory is pinned and tables grow now: all of that would wait for the device.
+        # Compiles kernels, pins memory and grows tables now, since all of these wait for the device.
         with self.cache.create() as self.sequence:
             self.k, self.v = self.append(self.sequence, 192, self.streams[0])
             self.look(self.streams[0])
@@ -377,7 +377,7 @@ class World:
         return [k, v]
 
     def look(self, stream: Any) -> None:
-        """Attends with one more token, and compares."""
+        """Attends with one more token, and compares the result."""
         q, k, v = draw(self.rng, 1)
         with stream:
             arrays = [to_device(rows) for rows in (q, k, v)]
@@ -402,7 +402,7 @@ def a_copy_follows_the_step(cp: Any) -> None:
 
 
 def a_block_waits_for_its_copy(cp: Any) -> None:
-    """A device block is handed out again while the copy that empties it is under way."""
+    """Without it, a device block is handed out again while the copy from it is under way."""
     world = World(cp, device_pages=4)
     cp.cuda.runtime.deviceSynchronize()
     with engine(world.cache)._copying.current():
@@ -421,7 +421,7 @@ def a_block_waits_for_its_copy(cp: Any) -> None:
 
 
 def four_on_the_host(cache: pagoda.Cache, rng: np.random.Generator) -> list[pagoda.Sequence]:
-    """Sequences of 16K tokens each, whose pages are all there."""
+    """Four sequences of 16K tokens each, with all pages on the host."""
     batch = [cache.create() for _ in range(4)]
     for sequence in batch:
         for _ in range(4):
@@ -433,7 +433,7 @@ def four_on_the_host(cache: pagoda.Cache, rng: np.random.Generator) -> list[pago
 
 
 def through_the_ring(cp: Any, late: str) -> None:
-    """Four sequences of 16 slots each on the host, while the ring's copies are late, or the kernels that read it."""
+    """Attends to four sequences of 16 slots each on the host, while the ring's copies or the kernels reading it are late."""
     rng, stream = np.random.default_rng(3), cp.cuda.Stream(non_blocking=True)
     with open_cache(device_memory="64MiB", host_memory="512MiB") as cache:
         batch = four_on_the_host(cache, rng)
@@ -494,7 +494,7 @@ def test_a_missing_fence_is_noticed(
 
 
 def test_pages_move_while_steps_go_on(cp: Any) -> None:
-    """Steps on two streams that are now and then behind, pages on their way up and down; results are read at the end."""
+    """Steps on two streams that sometimes lag, while pages move up and down; results are read at the end."""
     rng = np.random.default_rng(7)
     streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
     page = 16 * 4 * KV_HEADS * DIM
@@ -547,7 +547,7 @@ def test_pages_move_while_steps_go_on(cp: Any) -> None:
 
 @pytest.mark.long
 def test_random_calls_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state machine of the Python API, against the naive mirror."""
+    """The state machine of the Python API, compared with the naive mirror."""
     monkeypatch.setattr(device, "AUTO", "cuda")
     monkeypatch.setattr(cuda, "open_driver", lambda index: CopyingDriver(open_gpu(index)))
     end = time.monotonic() + 60
@@ -582,7 +582,7 @@ def test_host_memory_is_pinned_as_it_is_used(cp: Any) -> None:
 
 @pytest.mark.parametrize("others", [{"ring": 1.0}, {"mapped": 1.0}])
 def test_the_cpu_takes_a_part(cp: Any, others: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of 64K tokens, by rates that are made up: what it comes to is what the GPU alone says."""
+    """Half of 64K tokens, by made-up rates: the result equals that of the GPU alone."""
     start = {"ring": 0.0, "mapped": 0.0, "memory": 0.0}
     routes = Routes(cores(), [{"memory": 1.0, **others}], start, {"f16": 1.0})
     monkeypatch.setattr(rates, "routes_of", lambda gpu, threads: routes)
@@ -595,7 +595,7 @@ def test_the_cpu_takes_a_part(cp: Any, others: dict[str, float], monkeypatch: py
             if not divided:
                 monkeypatch.setattr(engine(cache)._streams, "_partials", None)
             with stream, cache.step(batch, [1] * 4) as step:
-                # Queries that are late.
+                # Makes the queries late.
                 delay(100)
                 results.append(step.forward(0, *rows))
                 step.commit([0] * 4)

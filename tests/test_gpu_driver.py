@@ -55,7 +55,7 @@ def test_where_the_bytes_of_an_array_lie(place: Any) -> None:
 
 
 def test_only_what_a_kernel_changed_comes_back() -> None:
-    """The caller may have written to other elements since, through an array that reaches over the same memory."""
+    """The caller may meanwhile have written to other elements through an array over the same memory."""
     driver = CopyingDriver(EmulatedDriver())
     base = np.zeros((2, 4), np.float32)
     view = driver.view("out", base[:, :2], driver.stream())

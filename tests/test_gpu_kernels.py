@@ -26,14 +26,14 @@ Array = npt.NDArray[Any]
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 ERROR = {"f32": 1e-4, "f16": 4e-3, "bf16": 3e-2}
-"""Of results by the type of queries, for values around 1."""
+"""Largest error of results by the type of queries, for values around 1."""
 PROMPT, SHARED, FORKS, JUNK = 150, 1100, 3, 2
-"""Tokens, enough to be worth a launch of its own, and so many sequences that share them."""
+"""SHARED tokens in common to FORKS sequences are enough to be worth a launch of their own."""
 
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU for arrays of NumPy. Each piece of memory is one of the driver's, so that a checker sees where it ends."""
+    """A GPU for NumPy arrays. Each allocation goes to the CUDA driver, so that a checker sees where it ends."""
     import cupy
 
     monkeypatch.setattr(cuda, "open_driver", lambda index: CopyingDriver(open_gpu(index)))
@@ -42,7 +42,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def stored(rows: Array, name: str) -> Array:
-    """Numbers [tokens, heads, dim] as a cache keeps them."""
+    """Numbers [tokens, heads, dim] as a cache stores them."""
     if name in DTYPES:
         return rows.astype(DTYPES[name]).astype(np.float64)
     flat = np.ascontiguousarray(rows.reshape(-1, rows.shape[-1]), np.float32)
@@ -52,7 +52,7 @@ def stored(rows: Array, name: str) -> Array:
 
 
 class Kind:
-    """A cache of one layer, and what its sequences hold."""
+    """A cache of one layer, and the rows of its sequences."""
 
     def __init__(self, layer: pagoda.AttentionLayer, formats: tuple[str, str], q: str, **options: Any) -> None:
         self.layer, self.formats, self.q = layer, formats, q
@@ -71,7 +71,7 @@ class Kind:
         self.held: dict[pagoda.Sequence, list[Array]] = {}
 
     def step(self, batch: list[pagoda.Sequence], counts: list[int], junk: int = JUNK) -> None:
-        """Appends, attends and compares; the last tokens of each sequence are junk, and rejected."""
+        """Appends, attends and compares; the last `junk` tokens of each sequence are rejected."""
         layer, bounds = self.layer, np.cumsum([0, *(count + junk for count in counts)])
         shapes = ((layer.num_q_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim))
         q, k, v = (
@@ -101,7 +101,7 @@ class Kind:
             np.testing.assert_allclose(lse[new], right_lse, rtol=0, atol=error)
 
     def live(self) -> None:
-        """All that there is to see of a kind."""
+        """Runs everything that distinguishes a kind."""
         with self.cache as cache:
             one, root = cache.create(), cache.create()
             self.step([one], [PROMPT])
@@ -111,7 +111,7 @@ class Kind:
             self.step([*forks, one], [1] * (FORKS + 1))
             assert cache.demote(one).wait()
             self.step([one, *forks], [1] * (FORKS + 1))
-            # One query a sequence: fewer have an engine for fewer.
+            # One query per sequence: small numbers of queries have their own engine.
             self.step([one, *forks], [1] * (FORKS + 1), junk=0)
 
 

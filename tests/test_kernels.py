@@ -41,7 +41,7 @@ def test_kernels_compile_and_do_not_spill() -> None:
 
 @needs_nvrtc
 def test_an_array_in_memory_counts_as_spilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is not known when compiling which element is meant."""
+    """An array is in local memory if an index is unknown at compile time."""
     import compile_kernels
 
     folder = tmp_path / "pagoda"
@@ -194,7 +194,7 @@ def test_what_cupy_says_before_and_after_nvrtc(log: str, nvrtc: tuple[int, int] 
 
 
 def test_the_fingerprint_covers_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy's cache of compiled kernels sees one line that includes a header: the hash in it stands for the rest."""
+    """CuPy's kernel cache sees only one line that includes a header; the hash in it stands for the files."""
     seen = set()
     names = sorted(path.name for path in (loader.SOURCES / "pagoda").iterdir())
     assert {"machine.cuh", "formats.cuh", "unit.cuh", "attend.cuh"} <= set(names)
@@ -212,7 +212,7 @@ def test_the_fingerprint_covers_every_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_python_knows_the_shapes_of_kernels() -> None:
-    """Threads, rows, shared memory and partial results, computed in Python, are those of the templates."""
+    """Threads, rows, shared memory and partial results as computed in Python equal those of the templates."""
     formats = [("f16", "f16", "f32"), ("bf16", "bf16", "f16"), ("bf16", "f16", "bf16"), ("f32", "f16", "f16")]
     formats += [("f16", "f16", "bf16")]
     quantised = [("q8_0", "q8_0", "bf16"), ("fp8_e4m3", "q4_0", "f32"), ("q4_0", "f16", "f16"), ("bf16", "int8", "f16")]
@@ -254,7 +254,7 @@ def test_python_knows_the_shapes_of_kernels() -> None:
 
 
 def test_many_heads_share_the_fewest_units_that_fit() -> None:
-    """128 query heads on a latent row: the more shared memory and the smaller the queries, the fewer units read it."""
+    """128 query heads on a latent row: more shared memory and smaller queries mean fewer units that read it."""
     for q, shared, sets, rows in (
         ("bf16", 227, 2, 64),
         ("f32", 227, 4, 32),

@@ -18,11 +18,11 @@ from pagoda import _core, formats
 Array = npt.NDArray[Any]
 
 NEAR = {"fp8_e4m3": 0.04, "int8": 0.01, "q8_0": 0.01, "q5_0": 0.08, "q4_0": 0.15, "mxfp4": 0.3, "nvfp4": 0.2}
-"""What a format leaves of a row: an error of so much of its length."""
+"""Largest error of a row in a format, relative to the row's length."""
 
 
 def rotated_back(rows: Array) -> Array:
-    """Rows that were rotated before they were stored."""
+    """Undoes the rotation of stored rows."""
     dim = rows.shape[-1]
     z = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -38,7 +38,7 @@ def rotated_back(rows: Array) -> Array:
 
 @pytest.mark.parametrize(("name", "dim"), [*((name, 96) for name in NEAR), ("int8", 80), ("q4_0", 128), ("q8_0", 64)])
 def test_rows_are_found_in_pages_centred_and_rotated(name: str, dim: int) -> None:
-    """Two layers in a block, heads beside heads, scales behind the rows of all heads."""
+    """Two layers in a block, rows head by head, scales after the rows of all heads."""
     rng = np.random.default_rng(5)
     heads, page_size, tokens = 3, 16, 40
     spec = pagoda.ModelSpec([layer(num_q_heads=heads, num_kv_heads=heads, head_dim=dim)] * 2)
@@ -73,7 +73,7 @@ def test_rows_are_found_in_pages_centred_and_rotated(name: str, dim: int) -> Non
 
 
 class Words:
-    """Bytes of a file, read from front to back."""
+    """Bytes of a file, read in order."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
@@ -88,7 +88,7 @@ class Words:
 
 
 def lines_of(index: Words) -> Iterator[bytes]:
-    """The bodies of all lines, whose checksums have tests of their own."""
+    """The bodies of all lines; checksums have their own tests."""
     while index.at < len(index.data):
         size, _, _ = index.take("IIQ")
         yield index.take(f"{size}s")[0]
@@ -98,8 +98,8 @@ def lines_of(index: Words) -> Iterator[bytes]:
 def kept_rows(
     folder: Path, key: str, page_size: int, groups: list[list[int]]
 ) -> tuple[int, bytes, list[dict[int, bytes]]]:
-    """What is kept under a key: tokens, `meta`, and the bytes of K and V of each layer by position. Layers store rows of f32,
-    as long for K as for V, of one head."""
+    """The sequence kept under a key: tokens, `meta`, and the bytes of K and V of each layer by position. Layers have one head
+    and f32 rows, of the same length for K and V."""
     index, file = Words((folder / "index").read_bytes()), (folder / "pages").read_bytes()
     magic, version, numbers = index.take("8sII")
     assert (magic, version) == (b"PAGODAIX", 2)
@@ -156,7 +156,7 @@ def kept_rows(
 
 @pytest.mark.parametrize("retention", [None, pagoda.SinkWindow(sinks=11, window=20, positions="cache")])
 def test_a_kept_sequence_is_read_from_its_files(tmp_path: Path, retention: pagoda.SinkWindow | None) -> None:
-    """With dropped tokens, and windows that pages have left, of three sizes of blocks, once the cache is closed."""
+    """With dropped tokens, windows that pages have left and blocks of three sizes, after the cache is closed."""
     rng, page_size, tokens = np.random.default_rng(6), 8, 90
     shape: dict[str, Any] = {"num_q_heads": 1, "num_kv_heads": 1, "rope": pagoda.Rope()}
     layers = [

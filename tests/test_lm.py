@@ -38,7 +38,7 @@ CACHES: list[Callable[[LanguageModel], Any]] = [paged, contiguous]
 @pytest.mark.parametrize("make_cache", CACHES)
 @pytest.mark.parametrize("name", checkpoints.FAMILIES)
 def test_logits_match_the_reference(name: str, make_cache: Any, tmp_path: Path) -> None:
-    """In one chunk, in chunks, token by token, and two sequences side by side."""
+    """In one chunk, in several, token by token, and with two sequences in a batch."""
     config, weights = checkpoints.make(tmp_path, name)
     expected = checkpoints.reference_logits(config, weights, TEXT)
     model = LanguageModel.load(tmp_path)
@@ -160,7 +160,7 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     decoder = ours.decoder()
     ids = [1, 2, 3] * 20
     assert "".join(map(decoder.feed, ids)) == tokenizer.decode(ids)
-    # A file may have what its training was set to.
+    # A file may still have its settings from training.
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=8, pad_id=3)
     tokenizer.save(str(tmp_path / "tokenizer.json"))

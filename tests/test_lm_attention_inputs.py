@@ -48,7 +48,7 @@ def linear(pair: int) -> float:
 
 
 def llama3(pair: int) -> float:
-    """https://arxiv.org/abs/2407.21783: wavelengths over the old context stretch, those under a quarter of it stay."""
+    """https://arxiv.org/abs/2407.21783: wavelengths above the old context are stretched, those below a quarter of it stay."""
     frequency = THETA ** (-2 * pair / DIM)
     wavelength = 2 * np.pi / frequency
     if wavelength < 64 / 4:
@@ -60,7 +60,7 @@ def llama3(pair: int) -> float:
 
 
 def yarn(pair: int) -> float:
-    """https://arxiv.org/abs/2309.00071, section 3.2, with the bounds in pairs as transformers rounds them."""
+    """https://arxiv.org/abs/2309.00071, section 3.2, with the bounds, in pairs, rounded as in transformers."""
 
     def pair_that_turns(times: float) -> float:
         return DIM * float(np.log(64 / (times * 2 * np.pi))) / (2 * float(np.log(THETA)))
@@ -72,7 +72,7 @@ def yarn(pair: int) -> float:
 
 
 def longrope(pair: int) -> float:
-    """https://arxiv.org/abs/2402.13753: each pair by a factor of its own."""
+    """https://arxiv.org/abs/2402.13753: each pair has its own factor."""
     return float(THETA ** (-2 * pair / DIM)) / (1 + pair)
 
 
@@ -91,7 +91,7 @@ SCALINGS: dict[str, tuple[Any, Any, float]] = {
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rotations_up_to_a_million_tokens(name: str, tmp_path: Path) -> None:
-    """Rotated rows are the unrotated ones times exp(i p f), f being a float32 as in transformers."""
+    """Rotated rows are the unrotated ones times exp(i p f), with f a float32 as in transformers."""
     scaling, frequency, factor = SCALINGS[name]
     config, _ = checkpoints.make(tmp_path, "llama")
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -122,7 +122,7 @@ def test_queries_of_global_layers_grow(tmp_path: Path) -> None:
 
 
 def naive(q: Array, k: Array, v: Array, window: int | None) -> Array:
-    """Attention of the last len(q) tokens over all of them: one query, one head at a time, in float64."""
+    """Attention of the last len(q) tokens over all tokens, one query and one head at a time, in float64."""
     out = np.empty((len(q), q.shape[1], v.shape[2]))
     group = q.shape[1] // k.shape[1]
     for row in range(len(q)):

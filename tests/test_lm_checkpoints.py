@@ -67,7 +67,7 @@ def with_biases(*parts: str) -> Callable[[Tensors], Tensors]:
     ],
 )
 def test_biases(name: str, change: dict[str, Any], parts: tuple[str, ...], tmp_path: Path) -> None:
-    """Every one counts, and the families have those that transformers gives them."""
+    """Every bias counts, and each family has those that it has in transformers."""
     checkpoints.make(tmp_path, name)
     config, tensors = rewrite(tmp_path, change, with_biases(*parts))
     expected = checkpoints.reference_logits(config, tensors, TOKENS)
@@ -127,7 +127,7 @@ def test_what_would_be_another_model(
 
 
 def test_contexts_short_and_long_that_turn_alike(tmp_path: Path) -> None:
-    """With factors of 4 and nothing else, LongRoPE is linear scaling."""
+    """LongRoPE with all factors 4 is linear scaling."""
     checkpoints.make(tmp_path, "llama")
     alike = {"rope_type": "longrope", "attention_factor": 1.0, "short_factor": [4.0] * 8, "long_factor": [4.0] * 8}
     rewrite(tmp_path, LONG | {"rope_scaling": alike}, dict)
@@ -137,7 +137,7 @@ def test_contexts_short_and_long_that_turn_alike(tmp_path: Path) -> None:
 
 
 def test_tensors_that_do_not_matter(tmp_path: Path) -> None:
-    """Frequencies that old checkpoints carry are passed over."""
+    """Frequencies in old checkpoints are ignored."""
     checkpoints.make(tmp_path, "llama")
     expected = logits_of(tmp_path)
     extra: Tensors = {
@@ -161,7 +161,7 @@ def test_heads_whose_config_does_not_say_whether_they_are_tied(name: str, tied: 
 
 
 def test_a_tied_head_that_is_stored(tmp_path: Path) -> None:
-    """As in transformers: equal to the embedding or not, what is stored counts; alone it is the embedding too."""
+    """As in transformers, a stored head is used, equal to the embedding or not; without an embedding it serves as one."""
     config, tensors = checkpoints.make(tmp_path, "llama")
     embedding = tensors["model.embed_tokens.weight"]
     tied = checkpoints.reference_logits(config, tensors, TOKENS)
@@ -206,7 +206,7 @@ def test_parts_that_cannot_be(weight_map: Any, refused: str, tmp_path: Path) -> 
 
 
 def test_an_index_without_an_end(tmp_path: Path) -> None:
-    """256 MiB of nothing on disk: no more is read than an index may have."""
+    """The index is a sparse file of 256 MiB: no more is read than an index may have."""
     checkpoints.make(tmp_path, "llama")
     split(tmp_path, {}, {})
     os.truncate(tmp_path / "model.safetensors.index.json", 256 << 20)
@@ -219,7 +219,7 @@ def test_an_index_without_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_tensors_of_every_type_are_read_exactly(dtype: Any, tmp_path: Path) -> None:
-    """Also beside tensors of types that are not taken, in whatever order the file has them."""
+    """Also among tensors of unsupported types, in any order in the file."""
     rng = np.random.default_rng(7)
     tensors: Tensors = {
         "a": rng.standard_normal((3, 5)).astype(dtype),
@@ -257,7 +257,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_weights_that_memory_has_no_room_for(tmp_path: Path) -> None:
-    """256 MiB of embeddings are there to be read, but not the 512 that they have as float32. The file is sparse."""
+    """256 MiB of embeddings can be read, but not held as float32, which takes 512 MiB. The file is sparse."""
     checkpoints.make(tmp_path, "llama")
     rewrite(tmp_path, {"hidden_size": 512 << 10}, dict)
     entry = {"dtype": "BF16", "shape": [256, 512 << 10], "data_offsets": [0, 256 << 20]}

@@ -27,7 +27,7 @@ TEXT = np.frombuffer(b"In the beginning was the page, and the page was with the 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A name under which caches and models are on an emulated device."""
+    """The name of an emulated device, for caches and models."""
     driver = device_arrays.install(monkeypatch, model)
     yield "cuda"
     driver.check()
@@ -39,7 +39,7 @@ def on(device: str, of: LanguageModel) -> pagoda.Cache:
 
 
 def read(of: LanguageModel, cache: Any, cuts: list[int]) -> Array:
-    """Logits of every token of the text, read in parts."""
+    """Logits of every token of the text, read in chunks."""
     sequence, logits = cache.create(), []
     for part in np.split(TEXT, cuts):
         with of.device, cache.step([sequence], [len(part)]) as step:
@@ -52,7 +52,7 @@ CUTS = [20, 40, *range(65, len(TEXT))]
 
 @pytest.mark.parametrize("name", checkpoints.FAMILIES)
 def test_logits_match_the_reference(name: str, device: str, tmp_path: Path) -> None:
-    """Chunks, then token by token: against float64, and against NumPy over pages on the CPU."""
+    """Chunks, then single tokens, compared with float64 and with NumPy over pages on the CPU."""
     config, weights = checkpoints.make(tmp_path, name)
     there, here = LanguageModel.load(tmp_path, device), LanguageModel.load(tmp_path)
     found = read(there, on(device, there), CUTS)
@@ -96,7 +96,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str
 
 
 def test_the_command(device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A device tier of a few pages, so that most of the cache is read from the host."""
+    """The device tier has a few pages, so most of the cache is read from the host."""
     checkpoints.make(tmp_path, "smollm3")
     base = ["--model", str(tmp_path), "--prompt", TEXT.astype(np.uint8).tobytes().decode(), "--tokens", "12"]
     base += ["--chunk", "16", "--page-size", "8", "--device-memory", "24KiB", "--host-memory", "1MiB"]
@@ -107,7 +107,7 @@ def test_the_command(device: str, capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_the_command_with_a_disk(device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Most of the cache is read from disk; a later run goes on with what the first one has kept."""
+    """Most of the cache is read from disk; a later run continues from what the first one kept."""
     checkpoints.make(tmp_path, "smollm3")
     base = ["--model", str(tmp_path), "--prompt", TEXT.astype(np.uint8).tobytes().decode() * 7, "--tokens", "2"]
     base += ["--chunk", "16", "--page-size", "8"]
@@ -172,7 +172,7 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_strict_arrays_are_strict() -> None:
-    """What CuPy refuses, and what would cost a copy to the host that nobody asked for."""
+    """They refuse what CuPy refuses, and what would cause an implicit copy to the host."""
     xp, host = device_arrays.xp, np.ones((2, 3), np.float32)
     with device_arrays.device:
         array = xp.asarray(host)
@@ -209,7 +209,7 @@ def test_logits_on_a_gpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_the_command_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """Greedy tokens of the shipped model are the CPU's, and so are its logits, within what float32 gives."""
+    """Greedy tokens of the shipped model equal the CPU's, and logits agree to float32 accuracy."""
     base = ["--read", "2000", "--tokens", "40"]
     runs = [run_command(capsys, *base, "--device", name) for name in ("cpu", "cuda")]
     assert runs[0]["tokens"] == runs[1]["tokens"]

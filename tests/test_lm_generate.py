@@ -40,7 +40,7 @@ def test_it_ends_where_the_model_says(as_list: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": [255, end] if as_list else end}))
     model = LanguageModel.load(tmp_path)
     assert greedy(model) == expected, "the end token is written, and nothing after it"
-    # As `generate` of transformers, where there is one.
+    # Read as by `generate` of transformers, if the file exists.
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": everything[0], "temperature": 0.6}))
     assert greedy(LanguageModel.load(tmp_path)) == everything[:1]
     (tmp_path / "generation_config.json").write_text("{}")
@@ -62,7 +62,7 @@ def test_a_forward_pass_of_nothing(tmp_path: Path) -> None:
 
 
 def test_an_error_leaves_what_was_committed(tmp_path: Path) -> None:
-    """A cache that is too small: the sequence holds whole chunks, the cache is sound, and there is room again."""
+    """The cache is too small: the sequence holds whole chunks, the cache is consistent, and there is room again."""
     checkpoints.make(tmp_path, "llama")
     model = LanguageModel.load(tmp_path)
     options: dict[str, Any] = {"page_size": 8, "device_memory": 4 * 8 * model.spec.bytes_per_token(), "host_memory": 0}
@@ -90,7 +90,7 @@ logits_lists = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
 
 @given(logits_lists, st.floats(0.05, 20), st.integers(1, 45), st.floats(0.01, 1.0))
 def test_what_may_be_drawn(values: list[float], temperature: float, top_k: int, top_p: float) -> None:
-    """Likeliest first, lower tokens first among equals; the first k of these, then as few as hold p of what is left."""
+    """Likeliest first, ties by lower token; the first k of these, then as few as hold p of the remaining probability."""
     ids, chances = Sampler(temperature, top_k, top_p).distribution(np.array(values, np.float32))
     ranked = sorted(range(len(values)), key=lambda token: (-values[token], token))[:top_k]
     assert ids.tolist() == ranked[: len(ids)]
@@ -143,7 +143,7 @@ def test_sampler_options_that_cannot_be() -> None:
 
 @given(st.binary(max_size=100))
 def test_any_bytes_go_through(data: bytes) -> None:
-    """In as `surrogateescape` reads them, out as Python's own decoder replaces what is no UTF-8."""
+    """Input is read with `surrogateescape`; output is as from Python's decoder, with invalid UTF-8 replaced."""
     ids = ByteTokenizer().encode(data.decode("utf-8", "surrogateescape"))
     assert bytes(ids.tolist()) == data
     decoder = ByteTokenizer(256).decoder()
@@ -163,7 +163,7 @@ def test_text_that_is_no_text() -> None:
 
 @pytest.fixture(scope="module", params=["byte level", "byte fallback"])
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
-    """Merges over bytes, as GPT-2, Llama 3, Qwen and SmolLM: tokens cut characters. Or as Llama 2: bytes for rare ones."""
+    """Merges over bytes, as in GPT-2, Llama 3, Qwen and SmolLM: tokens cut characters. Or byte fallback, as in Llama 2."""
     tokenizers = pytest.importorskip("tokenizers")
     models, decoders = tokenizers.models, tokenizers.decoders
     if request.param == "byte level":
@@ -196,7 +196,7 @@ characters = st.sampled_from(["a", " ", " a", "é", "日本語", "𐀀", "🙂"]
 
 @given(parts=st.lists(characters, max_size=60))
 def test_characters_that_tokens_cut(files: FileTokenizer, parts: list[str]) -> None:
-    """Shown when they are whole, never changed afterwards, and complete at the end."""
+    """They are shown once complete, never changed afterwards, and all shown at the end."""
     text = "".join(parts)
     decoder, shown = files.decoder(), ""
     for token in files.encode(text).tolist():
@@ -206,7 +206,7 @@ def test_characters_that_tokens_cut(files: FileTokenizer, parts: list[str]) -> N
 
 
 class Pieces:
-    """In the place of a tokenizer: tokens are these bytes."""
+    """A stand-in for a tokenizer: tokens are these bytes."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
@@ -216,7 +216,7 @@ class Pieces:
 
 
 def test_characters_that_every_token_cuts_are_shown_with_the_token_that_ends_them() -> None:
-    """Each begins inside the one that the token before it began, but for the first one and that of a last character."""
+    """Each token begins inside a character that the previous token began, except the first and the last character's first."""
     data, end = ("日本語" * 20 + "é").encode(), 3 * 60
     cuts = [0, *range(1, end, 3), end, end + 1, end + 2]
     tokenizer: Any = Pieces([data[start:stop] for start, stop in pairwise(cuts)])
@@ -228,7 +228,7 @@ def test_characters_that_every_token_cuts_are_shown_with_the_token_that_ends_the
 
 @given(parts=st.lists(characters | st.just("\ufffd"), max_size=20))
 def test_a_replacement_character_that_is_meant_hides_no_other(files: FileTokenizer, parts: list[str]) -> None:
-    """It may show more than once, as bytes look that are not whole yet."""
+    """It may be shown more than once, since incomplete bytes look the same."""
     text, decoder = "".join(parts), files.decoder()
     shown = "".join(map(decoder.feed, files.encode(text).tolist())) + decoder.finish()
     assert shown.replace("\ufffd", "") == text.replace("\ufffd", "")
@@ -250,7 +250,7 @@ def test_what_follows_a_prompt_is_shown_as_if_the_prompt_were(
 @example(ids=[97] * 200)
 @example(ids=[0x80] * 200)
 def test_tokens_that_are_no_text(files: FileTokenizer, ids: list[int]) -> None:
-    """A model may write bytes that make no characters: something shows in the end, and little is decoded again."""
+    """A model may write bytes that form no characters: in the end something is shown, and little is decoded again."""
     decoder = _FileDecoder(files)
     shown = "".join(map(decoder.feed, ids))
     assert len(decoder._tokens) <= 2 * PENDING_MAX
@@ -258,7 +258,7 @@ def test_tokens_that_are_no_text(files: FileTokenizer, ids: list[int]) -> None:
 
 
 def texts_of(model: LanguageModel, prompt: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is written where the model chooses these tokens."""
+    """The text written if the model chooses these tokens."""
     left, sampler, cache = iter(script), Sampler(), ContiguousCache(model.spec)
     monkeypatch.setattr(sampler, "pick", lambda logits: next(left))
     events = generate(model, cache, cache.create(), prompt, len(script), sampler)
@@ -272,7 +272,7 @@ def test_the_last_token_shows_what_was_held_back(tmp_path: Path, monkeypatch: py
 
 
 def test_what_is_written_goes_on_from_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokenizers like those of Llama 2 and Mistral take the first space off a text, but a continuation is not its start."""
+    """Tokenizers like those of Llama 2 and Mistral strip the first space of a text, but a continuation is not its start."""
     tokenizers = pytest.importorskip("tokenizers")
     decoders = tokenizers.decoders
     pieces = {"▁": 0, "a": 1, "▁a": 2}
@@ -294,7 +294,7 @@ def test_what_is_written_goes_on_from_the_prompt(tmp_path: Path, monkeypatch: py
 def test_a_prompt_may_end_inside_a_character(
     before: str, cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `--read` may have it."""
+    """As with `--read`."""
     checkpoints.make(tmp_path, "llama")
     data = (before + "🙂é").encode()
     at = len(data) - 6 + cut
@@ -303,7 +303,7 @@ def test_a_prompt_may_end_inside_a_character(
 
 
 def test_what_the_command_says_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Token by token, so that each step reads all that is there: a prompt of 5, and all but the last of 3 more."""
+    """Token by token, so that each step reads all tokens so far: a prompt of 5, and all but the last of 3 more."""
     checkpoints.make(tmp_path, "llama")
     arguments = ["--prompt", "pages", "--chunk", "1", "--tokens", "3", "--device", "cpu"]
     assert main(["generate", "--model", str(tmp_path), *arguments, "--json"]) == 0
@@ -331,7 +331,7 @@ def test_speeds_are_of_the_steps_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two steps read a prompt, and the second chooses the first token; what is kept meanwhile takes long."""
+    """Two steps read a prompt, and the second chooses the first token. Work between the steps takes long."""
     now = 0.0
     monkeypatch.setattr(view, "time", SimpleNamespace(perf_counter=lambda: now))
 

@@ -39,7 +39,8 @@ def test_random_models(name: str, tmp_path: Path) -> None:
     compare(tmp_path, np.arange(100) * 37 % 256, 2e-4)
 
 
-# What is not as in the others: of Gemma 4 full layers that have K of V, and layers that read the K and V of earlier ones.
+# Settings that differ from the usual ones. Gemma 4: full layers with K derived from V, and layers that read the K and V of
+# earlier ones.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -60,7 +61,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_of_the_docs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt in two parts beside another one, against whole prompts under the attention of transformers."""
+    """A prompt in two chunks, batched with another, compared with whole prompts under transformers' own attention."""
     monkeypatch.setenv("PAGODA_KV_DTYPE", "f32")
     base = {
         "hidden_size": 64,

@@ -24,7 +24,7 @@ class CompileException(Exception):
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """Puts a CuPy in place that does something in place of compiling; gives what it is asked for."""
+    """Installs a CuPy whose compiling is a function of the test; returns the list of its calls' arguments."""
 
     def install(compiling: Callable[[], None], patience: float = 60.0) -> list[dict[str, Any]]:
         asked = []
@@ -51,7 +51,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]
 
 
 def until(said: Callable[[], object]) -> Callable[[], None]:
-    """Compiles until something has been said of it."""
+    """Compiles until a message about it has appeared."""
 
     def compiling() -> None:
         deadline = time.monotonic() + 60
@@ -147,7 +147,7 @@ def test_kernels_are_kept_where_cupy_keeps_them_without_a_home(monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_compiled_kernels_are_kept_on_disk(tmp_path: Path) -> None:
-    """A second process writes no file, and one that is damaged is compiled anew."""
+    """A second process writes no file, and a damaged one is compiled again."""
     script = "from pagoda.kernels import instances, loader; loader.load(instances.append('f16', 'f16', 'f32', 64))"
 
     def load() -> dict[Path, int]:

@@ -23,12 +23,12 @@ Rows = npt.NDArray[np.float16]
 
 
 def needles(tokens: int) -> list[int]:
-    """Places whose keys queries are after: at both ends, and around borders of pages, runs and tiers."""
+    """Positions of the keys that queries look for: at both ends, and around borders of pages, runs and tiers."""
     return [0, 63, 64, 4095, 4096, tokens // 10, tokens // 3, tokens // 2 + 1, tokens - 4097, tokens - 1]
 
 
 def keys(start: int, stop: int, found: list[int]) -> Rows:
-    """0, but for needles: these have a 2 in the element of their number."""
+    """Zeros, except needles: needle i has a 2 in element i."""
     rows = np.zeros((stop - start, 1, DIM), np.float16)
     for number, place in enumerate(found):
         if start <= place < stop:
@@ -37,13 +37,13 @@ def keys(start: int, stop: int, found: list[int]) -> Rows:
 
 
 def values(start: int, stop: int) -> Rows:
-    """Multiples of 1/16 that f16 has exactly, different in every element, with a sum that is known."""
+    """Multiples of 1/16, exact in f16, different in every element, with a known sum."""
     place, element = np.arange(start, stop)[:, None], np.arange(DIM)[None, :]
     return ((place * (element + 1) % 97 - 48) / 16).astype(np.float16)[:, None]
 
 
 def fill(cache: pagoda.Cache, tokens: int) -> pagoda.Sequence:
-    """A sequence of which no attention has been computed."""
+    """A sequence filled without computing attention."""
     sequence, found = cache.create(), needles(tokens)
     for start in range(0, tokens, CHUNK):
         stop = min(tokens, start + CHUNK)
@@ -54,7 +54,7 @@ def fill(cache: pagoda.Cache, tokens: int) -> pagoda.Sequence:
 
 
 def decode(cache: pagoda.Cache, sequence: pagoda.Sequence) -> list[npt.NDArray[np.float32]]:
-    """Three steps of a token with V = 0, each after other needles, and after everything; nothing of them stays."""
+    """Three steps of one token with V = 0, each looking for other needles and at everything; their tokens are rejected."""
     outputs = []
     for wanted in (0, 4, 8):
         q = np.zeros((1, HEADS, DIM), np.float32)
@@ -67,7 +67,7 @@ def decode(cache: pagoda.Cache, sequence: pagoda.Sequence) -> list[npt.NDArray[n
 
 
 def expected(tokens: int) -> list[npt.NDArray[np.float64]]:
-    """What `decode` has to give: every token weighs 1, but for the needle of a head."""
+    """The expected result of `decode`: every token weighs 1, except a head's needle."""
     total = np.zeros(DIM)
     for start in range(0, tokens, 1 << 16):
         total += values(start, min(tokens, start + (1 << 16))).astype(np.float64).sum((0, 1))
@@ -86,7 +86,7 @@ def expected(tokens: int) -> list[npt.NDArray[np.float64]]:
 
 
 def budgets(tokens: int, device: float, host: float, disk: Path | None) -> dict[str, Any]:
-    """Shares of a sequence's bytes on each tier, the rest on disk."""
+    """Memory options: shares of a sequence's bytes on device and host, the rest on disk."""
     whole = tokens * TOKEN_BYTES
     chosen: dict[str, Any] = {"device_memory": int(whole * device) + (4 << 20), "host_memory": int(whole * host)}
     return chosen if disk is None else chosen | {"disk": disk, "disk_memory": 2 * whole}
@@ -115,7 +115,7 @@ def test_ram_and_disk_offload_equal_all_resident(tmp_path: Path, device: float, 
 
 @pytest.mark.parametrize("tokens", [200_000, 1 << 20])
 def test_long_contexts_run_within_their_budgets(tmp_path: Path, tokens: int) -> None:
-    """A tenth of the pages on the device tier, a third in host memory, the others on disk; every token counts."""
+    """A tenth of the pages on the device tier, 0.3 in host memory, the rest on disk; every token counts."""
     with pagoda.Cache(SPEC, device="cpu", threads=2, **budgets(tokens, 0.1, 0.3, tmp_path / "pages")) as cache:
         sequence = fill(cache, tokens)
         cache._spill.settle()

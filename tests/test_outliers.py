@@ -19,8 +19,8 @@ SHAPE = layer(num_q_heads=4, num_kv_heads=2, head_dim=64)
 
 
 def rows(tokens: int, regime: str, seed: int = 0) -> tuple[Array, Array, Array]:
-    """Queries, keys and values; keys with a constant offset in a few channels, which queries hardly see or as all others, or
-    with channels that vary wildly."""
+    """Queries, keys and values. Keys have a constant offset in a few channels, which queries see hardly or like any other, or
+    channels that vary wildly."""
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal((tokens, heads, 64), np.float32) for heads in (4, 2, 2))
     if "offset" in regime:
@@ -34,7 +34,7 @@ def rows(tokens: int, regime: str, seed: int = 0) -> tuple[Array, Array, Array]:
 
 
 def run(q: Array, k: Array, v: Array, k_dtype: str, shape: pagoda.AttentionLayer = SHAPE, **options: Any) -> Any:
-    """Attention of the last 10 tokens, those before read in two chunks."""
+    """Attention of the last 10 tokens, after the others were appended in two chunks."""
     spec = pagoda.ModelSpec([shape])
     with pagoda.Cache(spec, k_dtype=k_dtype, device_memory="8MiB", host_memory=0, **options) as cache:
         sequence = cache.create()
@@ -46,7 +46,7 @@ def run(q: Array, k: Array, v: Array, k_dtype: str, shape: pagoda.AttentionLayer
 
 
 def error(regime: str, k_dtype: str, **options: Any) -> float:
-    """Of results, root mean square."""
+    """Root mean square error of results."""
     q, k, v = rows(400, regime)
     out, lse = run(q, k, v, k_dtype, v_dtype="f32", **options)
     right, right_lse = attention(q[-10:], k, v)
@@ -56,7 +56,7 @@ def error(regime: str, k_dtype: str, **options: Any) -> float:
 
 @pytest.mark.parametrize("k_dtype", ["fp8_e4m3", "int8", "q8_0", "q5_0", "q4_0", "mxfp4", "nvfp4"])
 def test_a_constant_offset_costs_nothing_once_it_is_taken_off(k_dtype: str) -> None:
-    # Numbers with exponents lose little to an offset that queries hardly see.
+    # Formats with exponents lose little to an offset that queries hardly see.
     regime, times = ("offset, seen", 3) if k_dtype == "fp8_e4m3" else ("offset", 4)
     plain = error(regime, k_dtype, center=None, rotate=False)
     by_default, without = error(regime, k_dtype), error("", k_dtype)
@@ -70,7 +70,7 @@ def test_rotation_spreads_what_is_wild(k_dtype: str) -> None:
 
 
 def test_a_centre_that_is_given_is_exact() -> None:
-    """Rows that are the centre and small integers are stored as they are: results are those of float64."""
+    """Rows that are the centre plus small integers are stored exactly: results equal those of float64."""
     q, _, v = rows(300, "")
     rng = np.random.default_rng(2)
     center = rng.standard_normal((2, 64)).astype(np.float32) * 50
@@ -86,7 +86,7 @@ def test_a_centre_that_is_given_is_exact() -> None:
 
 @pytest.mark.parametrize("k_dtype", ["q8_0", "fp8_e4m3", "nvfp4"])
 def test_a_centre_is_of_means_that_stand_out(k_dtype: str) -> None:
-    """By two standard deviations and more: of 1 and 3 by turns, not of 1 and 3.01, nor of what is about zero."""
+    """By at least two standard deviations: alternating 1 and 3 qualify, 1 and 3.01 or numbers around zero do not."""
     q, k, v = rows(300, "")
     k[::2, :, 7], k[1::2, :, 7] = 1, 3
     k[::2, 1, 9], k[1::2, 1, 9] = 1, 3.01
@@ -105,12 +105,12 @@ def test_the_centre_stays_what_the_first_rows_said() -> None:
     q, k, v = rows(300, "offset")
     with pagoda.Cache(pagoda.ModelSpec([SHAPE]), k_dtype="q8_0", device_memory="8MiB", host_memory=0) as cache:
         first, second = cache.create(), cache.create()
-        # No rows are not the first.
+        # A step without rows does not set the centre.
         with cache.step([first], [0]) as step:
             step.append(0, k[:0], v[:0])
         with cache.step([first], [300]) as step:
             step.append(0, k, v)
-        # Of another mean: the centre is wrong for these, but no less exact than none.
+        # Rows with another mean: the centre is wrong for them, but no less exact than none.
         with cache.step([second], [300]) as step:
             out = step.forward(0, q, k - 60, v)
         assert np.abs(out - attention(q, k - 60, v)[0]).max() < 1
@@ -128,7 +128,7 @@ def forward(cache: pagoda.Cache, sequence: pagoda.Sequence, rows: tuple[Array, A
 
 
 def warm_up(cache: pagoda.Cache, how: str, tokens: int = 100) -> None:
-    """What engines do before they serve: a step over zeros, or over noise far off, that leaves nothing."""
+    """A warm-up as engines do it before serving: a step over zeros, or over distant noise, that leaves no tokens."""
     q, k, v = rows(tokens, "")
     k = k - 200 if "noise" in how else np.zeros_like(k)
     scratch = cache.create()
@@ -149,7 +149,7 @@ WARM_UPS = ["rolled back", "accepted nothing", "truncated", "released", "noise, 
 
 @pytest.mark.parametrize("how", WARM_UPS)
 def test_what_has_left_nothing_says_nothing_of_the_centre(how: str) -> None:
-    """Not of rows whose constant offset costs q4_0 much where it is not taken off."""
+    """Rows with a constant offset, which q4_0 stores badly if it is not taken off, are centred as without a warm-up."""
     given = rows(300, "offset")
     right, _ = attention(*given)
     errors = {}
@@ -169,7 +169,7 @@ def test_what_has_left_nothing_says_nothing_of_the_centre(how: str) -> None:
 
 @pytest.mark.parametrize("left", ["a fork", "a token", "a page on the host"])
 def test_the_centre_stays_as_long_as_a_page_does(left: str) -> None:
-    """Its rows would mean something else without it: the log-sum-exp says so, which a wrong centre shifts."""
+    """Its rows would have other values without it: a wrong centre would shift the log-sum-exp."""
     q, k, v = rows(200, "offset")
     with pagoda.Cache(
         pagoda.ModelSpec([SHAPE]), k_dtype="int8", v_dtype="f16", page_size=16, device_memory="8MiB", host_memory="8MiB"
@@ -187,7 +187,7 @@ def test_the_centre_stays_as_long_as_a_page_does(left: str) -> None:
             held = 16
             sequence.truncate(16)
             cache.demote(sequence).wait()
-        # The first rows since of another sequence, and of another mean.
+        # The next rows are another sequence's and have another mean.
         forward(cache, cache.create(), (q[100:], k[100:] - 200, v[100:]))
         out, lse = forward(cache, sequence, (q[100:], k[100:], v[100:]))
     right = attention(q[100:], np.concatenate([k[:held], k[100:]]), np.concatenate([v[:held], v[100:]]))
@@ -196,7 +196,7 @@ def test_the_centre_stays_as_long_as_a_page_does(left: str) -> None:
 
 
 def test_few_rows_leave_the_centre_as_it_was() -> None:
-    """Those of a cache that is empty again are better off with what others have said than with nothing."""
+    """For the few first rows of an emptied cache, the earlier centre is better than none."""
     q, k, v = rows(300, "offset")
     right, _ = attention(q, k, v)
     errors = []
@@ -217,7 +217,7 @@ def test_few_rows_leave_the_centre_as_it_was() -> None:
 )
 @pytest.mark.parametrize("few", [1, 7])
 def test_few_rows_take_nothing_of_what_a_warm_up_said(few: int, how: str) -> None:
-    """They are not about that at all."""
+    """Their values are nowhere near that centre."""
     q, k, v = rows(70, "")
     results = []
     for warm in (False, True):
@@ -231,11 +231,11 @@ def test_few_rows_take_nothing_of_what_a_warm_up_said(few: int, how: str) -> Non
 
 
 def test_few_rows_take_of_the_centre_what_brings_them_nearer_to_zero() -> None:
-    """By their mean, element by element: less than twice as far off as 0 is, and on the same side."""
+    """Element by element, an earlier centre is kept if it has their mean's sign and is less than twice as large."""
     q, k, v = rows(70, "")
     other = rows(100, "", seed=1)
     other[1][..., 3:9] += np.array([60, -60, 60, 60, 9, 60], np.float32)
-    # Of element 3 as the other rows, of 4 without an offset, of 5 on the other side, of 6 just near enough, of 7 just not.
+    # Offset of element 3: as in the other rows; 4: none; 5: opposite sign; 6: just near enough; 7: just too far.
     k[..., 3:9] += np.array([60, 0, -60, 32, 4, 90], np.float32)
     k[:5, :, 6:8] = [32, 4]
     center = kept_of(center_of(other[1]), k[:5])
@@ -256,7 +256,7 @@ def test_few_rows_take_of_the_centre_what_brings_them_nearer_to_zero() -> None:
 
 @pytest.mark.parametrize("first", [7, 8])
 def test_how_many_rows_are_enough(first: int) -> None:
-    """A short prompt that stays, or a chunk of a longer one, centres what comes later."""
+    """A short prompt, or the first chunk of a longer one, sets the centre of later rows if it has 8 rows."""
     q, k, v = rows(300, "offset")
     right, _ = attention(q, k, v)
     errors = []
@@ -274,7 +274,7 @@ def test_how_many_rows_are_enough(first: int) -> None:
 @pytest.mark.parametrize("k_dtype", ["fp8_e4m3", "int8", "q8_0", "q4_0", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("absurd", [1e20, -1e30])
 def test_an_absurd_row_makes_no_centre(k_dtype: str, absurd: float) -> None:
-    """Rows of another sequence are what they would be without one."""
+    """Rows of another sequence are stored as without a centre."""
     given = rows(100, "")
     spoilt = given[1].copy()
     spoilt[30, :, ::3] = absurd
@@ -293,7 +293,7 @@ def test_an_absurd_row_makes_no_centre(k_dtype: str, absurd: float) -> None:
 
 
 def test_layers_that_read_the_keys_of_another_know_its_centre() -> None:
-    """The log-sum-exp shows it: weights do not depend on what all keys have in common."""
+    """The log-sum-exp shows it: weights do not depend on a common part of all keys."""
     q, k, v = rows(100, "offset")
     spec = pagoda.ModelSpec([SHAPE, replace(SHAPE, kv_owner=0)])
     with pagoda.Cache(spec, k_dtype="q8_0", device_memory="8MiB", host_memory=0) as cache:
@@ -332,7 +332,7 @@ def test_rows_that_are_refused_say_nothing_of_the_centre(bad: float, count: int)
 
 @pytest.mark.parametrize("count", [5, 40])
 def test_rows_that_are_refused_leave_the_centre_as_it_was(count: int) -> None:
-    """Few rows take what was said before, as they do where nothing was refused in between."""
+    """Few rows take the earlier centre, as if nothing had been refused in between."""
     q, k, v = rows(40, "offset")
     misfit = k[:count].copy()
     misfit[3] = np.nan
@@ -371,7 +371,7 @@ def test_deterministic_bits_do_not_depend_on_what_came_first(k_dtype: str, cente
 
 @pytest.mark.parametrize("options", [{}, {"center": None}, {"rotate": False}])
 def test_spans_that_have_moved(options: dict[str, Any]) -> None:
-    """Queries are rotated back for each span: what centring adds to scores is another number in each."""
+    """Queries are rotated back for each span, so centring adds a different number to the scores of each."""
     rope = pagoda.Rope(theta=50.0)
     shape = layer(num_q_heads=4, num_kv_heads=2, head_dim=64, rope=rope)
     q, k, v = rows(300, "offset")
@@ -393,7 +393,7 @@ def test_spans_that_have_moved(options: dict[str, Any]) -> None:
 
 
 def test_what_is_left_alone() -> None:
-    """Formats that are not quantised, and rows that are K and V at once: bits are the same whatever the choice."""
+    """Unquantised formats, and rows that are both K and V: the bits do not depend on the options."""
     latent = pagoda.AttentionLayer(8, 1, 96, v_head_dim=64, v_alias=True)
     for shape, dtype in ((SHAPE, "f16"), (latent, "q8_0")):
         rng = np.random.default_rng(3)

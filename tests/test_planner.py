@@ -78,7 +78,7 @@ def test_a_cache_holds_no_more_than_the_planner_says() -> None:
     ("spec", "options"),
     [
         (ModelSpec.preset("smollm2-135m"), {"page_size": 32}),
-        # Scales of 8 rows have 24 bytes, and are padded to 32.
+        # Scales of 8 rows take 24 bytes, padded to 32.
         (ModelSpec([AttentionLayer(2, 1, 96)] * 2), {"page_size": 8, "k_dtype": "mxfp4", "v_dtype": "f32"}),
     ],
     ids=["smollm2-135m", "padded scales"],
@@ -92,7 +92,7 @@ def test_the_cache_holds_what_the_planner_says(spec: ModelSpec, options: dict[st
 
 @pytest.mark.parametrize("store_k", [False, True])
 def test_128k_tokens_of_gemma_4_12b_in_q8_0_fit_12_gb(store_k: bool) -> None:
-    """One full and one windowed layer of the model's own shape hold all tokens; there are 8 and 40 like them."""
+    """Measured with one full and one windowed layer of the model's shape, which has 8 and 40 of them."""
     spec, tokens = ModelSpec.preset("gemma-4-12b"), 131_072
     spec = spec.storing_k() if store_k else spec
     footprint = Planner(spec, "q8_0", "q8_0").footprint(tokens)
@@ -114,7 +114,7 @@ def test_128k_tokens_of_gemma_4_12b_in_q8_0_fit_12_gb(store_k: bool) -> None:
         for chunk in range(tokens // 8192):
             with cache.step([sequence], [8192]) as step:
                 if chunk < tokens // 8192 - 1:
-                    step.table(0)  # Rows that will have left need not be written.
+                    step.table(0)  # Rows that will have left the window need not be written.
                 else:
                     step.append(0, rows[0], rows[0])
                 step.append(1, rows[1] if store_k else None, rows[1])
@@ -129,7 +129,7 @@ def test_128k_tokens_of_gemma_4_12b_in_q8_0_fit_12_gb(store_k: bool) -> None:
                 last = rows[index][:1]
                 q = np.zeros((1, layer.num_q_heads, layer.head_dim), np.float32)
                 out = step.forward(index, q, None if layer.k_eq_v else last, last)
-                # Weights are equal: this is the mean of all that is seen.
+                # All weights are equal: the result is the mean of all visible rows.
                 seen = layer.window or tokens + 1
                 times = np.bincount(np.arange(tokens + 1 - seen, tokens + 1) % 8192, minlength=8192)
                 mean = np.tensordot(times / seen, rows[index].astype(np.float64), 1)
@@ -150,7 +150,7 @@ def test_tiers_fill_in_order() -> None:
 
 @pytest.mark.parametrize("state", [0, 1, -1], ids=["fits", "has room for a page", "does not fit"])
 def test_states_go_to_the_device_alone(state: int) -> None:
-    """So the longest context is none where they do not fit there, whatever the host has."""
+    """If they do not fit there, the longest context is 0, whatever the host has."""
     planner = Planner(ModelSpec.preset("qwen3-next-80b-a3b"))
     page = planner.footprint(64).paged_bytes
     device = 2 * planner.spec.state_bytes() + state * page
@@ -170,7 +170,7 @@ def test_without_attention_there_are_no_pages() -> None:
 
 
 def test_a_part_of_the_stage_holds_a_block_of_any_size() -> None:
-    """And no more than all pages that the device has."""
+    """And at most as many pages as the device has."""
     layers = [AttentionLayer(32, 32, 256)] * 40
     for count, device, part in ((40, 1 << 40, 80), (4, 1 << 40, 16), (4, 10 << 20, 10), (4, 1 << 20, 8)):
         planner = Planner(ModelSpec(layers=layers[:count]))
@@ -201,7 +201,7 @@ def test_the_disk_tier_has_the_ring_that_the_planner_says(name: str, tmp_path: P
 
 @pytest.mark.parametrize(("device", "host"), [(5 * 512, 3 * 512), (5 * 512 + 300, 3 * 512 + 300), (6 * 512 - 1, 511)])
 def test_no_page_lies_in_two_tiers(device: int, host: int) -> None:
-    """A page has 512 bytes, and a host tier of less is refused."""
+    """A page has 512 bytes; a smaller host tier is refused."""
     spec, page_size = ModelSpec([AttentionLayer(1, 1, 16)]), 8
     document = describe(Planner(spec, page_size=page_size), [100], 1, {"device": device, "host": host, "disk": 0})
     (longest,) = document["longest_context"].values()
@@ -211,7 +211,7 @@ def test_no_page_lies_in_two_tiers(device: int, host: int) -> None:
 
 
 def fill(cache: pagoda.Cache) -> int:
-    """How many tokens fit, page by page."""
+    """Appends page by page until the cache is full; returns the number of tokens."""
     sequence = cache.create()
     with pytest.raises(pagoda.OutOfBlocks):
         while True:
@@ -224,7 +224,7 @@ def fill(cache: pagoda.Cache) -> int:
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_as_much_fits_the_disk_as_the_planner_says(layers: int, tmp_path: Path) -> None:
-    """Pages of which a layer has 512 bytes. On disk that is padded to 4096, and a page has a header of 4096."""
+    """A layer of a page has 512 bytes, padded to 4096 on disk, where each page also has a header of 4096."""
     spec, page_size, device_memory, disk_memory = ModelSpec([AttentionLayer(1, 1, 16)] * layers), 8, 64 << 10, 2 << 20
     planner = Planner(spec, page_size=page_size)
     room = planner.room_on_disk(disk_memory)
@@ -241,7 +241,7 @@ def test_as_much_fits_the_disk_as_the_planner_says(layers: int, tmp_path: Path) 
 def test_a_device_takes_the_memory_that_the_planner_says(
     name: str, host: bool, disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an emulated one: for pages, for the ring, pinned memory for the host tier, for stage and ring of the disk."""
+    """On an emulated device: pages and ring, and pinned memory for the host tier and for the disk's stage and ring."""
     emulator.require()
     layers, options = SHAPES[name]
     has_ring = []
@@ -269,7 +269,7 @@ def test_a_device_takes_the_memory_that_the_planner_says(
 
 
 class Ledger(EmulatedDriver):
-    """Writes down what memory is asked for."""
+    """Records requests for memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def test_command_counts_rings_where_they_are(capsys: pytest.CaptureFixture[str])
     run = 2 * 32 * 128 * 2 * 64
     nothing = {"device_bytes": 0, "disk_bytes": 0, "stage_bytes": 0, "reaches_disk": True}
     assert rings["cpu"] == {"1.0 GiB": nothing | {"disk_bytes": 4 * 64 * run}}
-    # A slot of 16 MiB has 16 layers of pages, sixteen make 256 MiB; a page of all 32 layers is more than 16 MiB.
+    # A slot of 16 MiB holds 16 layers of pages, and 16 slots take 256 MiB; a page of all 32 layers is more than 16 MiB.
     on_gpu = nothing | {"device_bytes": 32 << 20, "disk_bytes": 16 * 16 * run, "stage_bytes": 5 * 32 * run}
     assert rings["cuda"] == {"1.0 GiB": on_gpu}
     assert split["cpu"] == {"device_bytes": GIB, "host_bytes": 15 * GIB, "disk_bytes": 0, "lacking_bytes": 0}
@@ -309,7 +309,7 @@ def test_command_counts_rings_where_they_are(capsys: pytest.CaptureFixture[str])
 
 
 def test_command_counts_what_pages_on_disk_have_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """A layer has 16 x 2 x 144 bytes of a page, padded to 8192, and each page of 22 or 4 layers has a header of 4096."""
+    """A layer of a page has 16 x 2 x 144 bytes, padded to 8192; each page, of 22 or 4 layers, has a header of 4096."""
     command = ["plan", "gemma-3-1b", "--page-size", "16", "--cache-type-k", "q4_0", "--cache-type-v", "q4_0"]
     assert main([*command, "--device-memory", "1GiB", "--disk-memory", "8GiB", "--context", "16m", "--json"]) == 0
     (split,) = json.loads(capsys.readouterr().out)["contexts"][0]["budgets"].values()
@@ -320,7 +320,7 @@ def test_command_counts_what_pages_on_disk_have_beside_them(capsys: pytest.Captu
 def test_command_counts_a_disk_that_nothing_reaches_for_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A page of a layer is 1 MiB, 16 are the least that a GPU has steps over disk with."""
+    """A layer of a page is 1 MiB; steps over pages on disk need a device tier of at least 16 of them."""
     model = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 32, "hidden_size": 4096}
     (tmp_path / "config.json").write_text(json.dumps(model))
     command = ["plan", str(tmp_path), "--context", "32k", "--disk-memory", "100GiB", "--device", "cuda"]
@@ -346,7 +346,7 @@ HEADS_OF_80 = {
     "num_key_value_heads": 8,
     "hidden_size": 2560,
 }
-"""80 elements are no whole blocks of 32."""
+"""80 elements are not a multiple of 32, the block size."""
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -473,7 +473,7 @@ def test_a_path_that_is_not_there_is_no_preset(path: str, refused: Callable[...,
 
 
 def test_who_reads_may_go_away_and_devices_may_be_full() -> None:
-    """In processes of their own: what is left in a buffer is written as Python ends."""
+    """In separate processes, since Python writes the rest of a buffer as it exits."""
     command = [sys.executable, "-m", "pagoda", "plan", "qwen3-8b", "--json"]
     reader, writer = os.pipe()
     os.close(reader)
@@ -495,7 +495,7 @@ def test_standard_output_may_be_closed(errors: str) -> None:
 
 
 def test_an_error_does_not_go_to_standard_output() -> None:
-    """Where standard error is closed, `print` would take it for that."""
+    """If standard error is closed, `print` would use standard output instead."""
     command = f'"{sys.executable}" -m pagoda plan no-such-model --json 2>&-'
     ran = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
@@ -515,7 +515,7 @@ def test_a_terminal_of_80_columns_has_room_for_every_number() -> None:
     draw(document, Console(file=printed, width=80))
     assert "…" not in printed.getvalue()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.getvalue().splitlines()]
-    # A token has 512 rows, of 128 elements and a scale of 4 bytes, or of 128 times 4 bytes.
+    # A token has 512 rows: of 128 bytes and a scale of 4 bytes, or of 128 times 4 bytes.
     assert ["fp8_e4m3", "2.1 GiB", "12.9 GiB", "66.0 GiB"] in rows
     assert ["f32", "8.0 GiB", "50.0 GiB", "256.0 GiB"] in rows
 

@@ -120,7 +120,7 @@ print("fine")
 
 
 def test_ctrl_c_in_the_first_step_of_a_process() -> None:
-    """In Python code that is not Pagoda's: each child is a process whose first step it is."""
+    """In Python code outside Pagoda. Each child is a new process, so the step is its first."""
     script = """
 import os, sys
 import numpy as np
@@ -170,7 +170,7 @@ print("fine")
 
 
 def test_ctrl_c_in_the_middle_of_a_release() -> None:
-    """The core has released a sequence, and its handle does not know: that is no error of the next step."""
+    """The core has released a sequence, but its handle does not know: the next step raises no error for it."""
     spec = pagoda.ModelSpec(layers=[layer()])
     with pagoda.Cache(spec, page_size=16, device_memory="1MiB", host_memory=0, threads=1) as cache:
         sequence, other = cache.create(), cache.create()
@@ -182,7 +182,7 @@ def test_ctrl_c_in_the_middle_of_a_release() -> None:
 
 
 def test_a_finaliser_that_runs_in_the_middle_of_a_call_does_not_wait_for_it() -> None:
-    """The garbage collector may run a finaliser of anybody's while a call makes its result."""
+    """The garbage collector may run any finaliser while a call creates its result."""
     script = """
 import gc
 class Request:
@@ -325,13 +325,13 @@ with many.step([all_pages], [1 << 20]) as step:
 many.audit()
 print(len(one))
 """
-    # So that what was given back is not there to be had again.
+    # Memory that is given back returns to the system, so it cannot be reused.
     done = run(script, MALLOC_MMAP_THRESHOLD_="262144")
     assert (done.returncode, done.stdout.strip()) == (0, "4096"), done.stderr
 
 
 def test_after_a_panic_a_cache_is_closed_and_does_nothing_else() -> None:
-    """A panic is a defect of ours; here it is made of a call with a layer that no Python code of ours hands on."""
+    """A panic means a bug in Pagoda. Here a call with an invalid layer, which the Python code never passes on, causes one."""
     script = """
 try:
     with cache.step([sequence], [1]) as step:
@@ -354,7 +354,7 @@ print("fine")
 
 
 def test_threads_that_the_system_refuses_are_an_error_and_none_stays() -> None:
-    """Threads with stacks of 1 GiB, and room for a few of them."""
+    """Stacks of 1 GiB, with room for a few threads."""
     script = """
 import resource
 def threads():
@@ -377,6 +377,6 @@ assert threads() == before
 run(1)
 print(len(sequence))
 """
-    # In place of 2 MiB, so that what is left when a stack is refused is enough for all else.
+    # 1 GiB instead of 2 MiB: when a stack is refused, the remaining memory is enough for everything else.
     done = run(script, RUST_MIN_STACK=str(1 << 30))
     assert (done.returncode, done.stdout.strip()) == (0, "501"), done.stderr

@@ -30,17 +30,17 @@ def f32(bits: Array) -> Array:
 
 
 def flushed(x: Array) -> Array:
-    """Numbers below 2^-126 as zeros of their sign."""
+    """Numbers below 2^-126 flushed to zeros of their sign."""
     return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
 
 
 def bits(x: Array) -> Array:
-    """Of floats, with the one NaN that arithmetic makes."""
+    """The bits of floats, with the canonical NaN of arithmetic."""
     return np.where(np.isnan(x), NAN, x.astype(np.float32).view(np.uint32))
 
 
 def signed(x: Array, count: int = 32) -> Array:
-    """The lowest bits, as an integer with a sign."""
+    """The lowest `count` bits as a signed integer."""
     sign = 1 << count - 1
     return (x + sign & 2 * sign - 1) - sign
 
@@ -59,7 +59,7 @@ def unordered(a: Array, b: Array) -> Array:
 
 
 def towards_0(a: Array, b: Array) -> Array:
-    """Sums of floats, cut off."""
+    """Sums of floats, rounded towards zero."""
     result = []
     for x, y in zip(flushed(f32(a)), flushed(f32(b)), strict=True):
         if not np.isfinite(x) or not np.isfinite(y):
@@ -84,7 +84,7 @@ def permuted(a: Array, b: Array, selectors: Array) -> Array:
 
 
 def pairs(of: Any) -> Callable[[Array, Array, Array], Array]:
-    """a b + c of two 16-bit numbers at once, each rounded once."""
+    """a b + c of two packed 16-bit numbers, each rounded once."""
 
     def fused(a: Array, b: Array, c: Array) -> Array:
         x, y, z = (part.astype("<u4")[:, None].view(np.uint16).view(of).astype(np.float64) for part in (a, b, c))
@@ -100,7 +100,7 @@ def half(of: Any, x: Array) -> Array:
 
 
 def inserted(a: Array, b: Array) -> Array:
-    """Bits 5 to 15 of b are those of a."""
+    """b with its bits 5 to 15 replaced by the lowest bits of a."""
     mask = (1 << 11) - 1
     return (b & ~(mask << 5)) | (a & mask) << 5
 
@@ -123,7 +123,7 @@ def larger(a: Array, b: Array) -> Array:
 
 @dataclass
 class Case:
-    """An instruction over %ra, %rb and %rc into %rd, and what comes out."""
+    """An instruction from %ra, %rb and %rc to %rd, and its expected result."""
 
     text: str
     expected: Callable[[Array, Array, Array], Array]
@@ -192,7 +192,7 @@ class Arguments(ctypes.Structure):
 
 
 def test_instructions() -> None:
-    """Of random bits and of numbers at the edges of what there is."""
+    """On random bits and on edge cases."""
     ptx.require()
     lines = ["ld.param.u64 %from, [given];", "ld.param.u64 %to, [given+8];", "mov.u32 %rd, %tid.x;"]
     lines += [
@@ -219,7 +219,7 @@ def test_instructions() -> None:
     )
     given.array[...] = rng.integers(0, 1 << 32, given.array.shape, np.uint64)
     given.array[: len(edges) ** 2, :2] = np.stack(np.meshgrid(edges, edges), -1).reshape(-1, 2)
-    # Numbers of like size, which do not swallow each other.
+    # Numbers of similar size, so that neither is lost in a sum.
     near = slice(len(edges) ** 2, THREADS)
     given.array[near, :2] = rng.standard_normal((THREADS - len(edges) ** 2, 2)).astype(np.float32).view(np.uint32)
     given.array[:, 2] = rng.integers(0, 40, THREADS)
@@ -341,7 +341,7 @@ class Parted(ctypes.Structure):
 
 
 def test_aligned_instructions_that_lanes_come_to_from_elsewhere() -> None:
-    """All lanes are at the same one, or what they get is anything."""
+    """All lanes must execute the same instruction; otherwise their results are undefined."""
     library, out = ptx.compile(PARTED, {"kernel": "parted"}), Guarded(32, np.uint32)
     for seed in range(4):
         for first in (0, 32):
@@ -351,7 +351,7 @@ def test_aligned_instructions_that_lanes_come_to_from_elsewhere() -> None:
 
 
 def test_registers_of_their_own_and_guards() -> None:
-    """What inline assembly brings along."""
+    """As they come with inline assembly."""
     body = "{ .reg .pred %p<2>; { .reg .u32 one; mov.u32 one, 3; @!%p1 bra $L__1; } $L__1: @%p1 ret; ret; }"
     text = f".entry kernel(.param .align 8 .b8 given[8]) {body}"
     lines = ptx.translated(text, {"kernel": "kernel"}).splitlines()

@@ -47,7 +47,7 @@ CONTEXT = 4096
 
 
 class RoundingStep(pagoda.Step):
-    """Puts every row through a model of storage before it is stored in float32."""
+    """Passes every row through a model of storage, then stores it in float32."""
 
     __slots__ = ("rounding",)
     rounding: Rounding
@@ -57,7 +57,7 @@ class RoundingStep(pagoda.Step):
 
 
 class RoundingCache(pagoda.Cache):
-    """A cache in float32 whose rows went through `rounding`."""
+    """A float32 cache whose rows pass through `rounding`."""
 
     def __init__(self, spec: ModelSpec, retention: pagoda.SinkWindow | None, rounding: Rounding) -> None:
         super().__init__(spec, k_dtype="f32", v_dtype="f32", retention=retention, threads=1)
@@ -94,13 +94,13 @@ def modelled(rounding: Rounding) -> CacheOf:
 
 
 def stored(name: str) -> CacheOf:
-    """Rows as they come: neither centred nor rotated."""
+    """A cache that neither centres nor rotates rows."""
     options: dict[str, Any] = {"k_dtype": name, "v_dtype": name, "center": None, "rotate": False, "threads": 1}
     return lambda spec, keep: pagoda.Cache(spec, retention=keep, **options)
 
 
 def by_default(name: str) -> CacheOf:
-    """Rows centred and rotated as a cache does by itself."""
+    """A cache that centres and rotates rows as by default."""
     return lambda spec, keep: pagoda.Cache(spec, k_dtype=name, v_dtype=name, retention=keep, threads=1)
 
 
@@ -110,7 +110,7 @@ def exact(outliers: Outliers) -> Recall:
 
 
 def follows_the_normal_law(fidelity: Fidelity) -> bool:
-    """Within three binomial deviations, and one needle, of Phi: 128 needles a distance."""
+    """Whether recall is within three binomial deviations plus one needle of Phi, with 128 needles per distance."""
     for distance, law in fidelity.recall_law.items():
         if abs(fidelity.recall[distance] - law) > 3 * math.sqrt(law * (1 - law) / 128) + 1 / 128:
             return False
@@ -178,7 +178,7 @@ def test_float32_is_exact_and_16_bits_follow_the_law(outliers: Outliers) -> None
         assert result.needle_weight == pytest.approx(result.needle_weight_law, abs=0.01)
         assert result.found == 1.0
         assert follows_the_normal_law(result)
-    # Three bits less of mantissa.
+    # Three bits of mantissa fewer.
     assert results["bf16"].sigma == pytest.approx(8 * results["f16"].sigma, rel=0.1)
 
 
@@ -192,7 +192,7 @@ def test_logits_that_are_read_are_those_that_attention_uses() -> None:
 @pytest.mark.parametrize("outliers", OUTLIERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_modelled_storage_follows_the_laws(name: str, outliers: Outliers) -> None:
-    """Rows are rounded by other implementations of the formats; attention is ours, in float32."""
+    """Other implementations of the formats round the rows; attention is Pagoda's, in float32."""
     head = exact(outliers).head
     result = exact(outliers).fidelity(modelled(MODELS[name]))
     keys = next(head.chunks())[0]
@@ -203,19 +203,19 @@ def test_modelled_storage_follows_the_laws(name: str, outliers: Outliers) -> Non
         length = np.sqrt((head.queries.astype(np.float64) ** 2).sum(axis=1).mean())
         isotropic = length * np.sqrt((errors**2).sum(axis=1).mean()) / HEAD_DIM
         assert result.sigma == pytest.approx(isotropic, rel=0.25)
-    # With more noise than this, needles drown in the tokens that are no rivals.
+    # With more noise, needles are lost among tokens that are not their rivals.
     if result.sigma < 2:
         assert follows_the_normal_law(result)
     else:
         assert result.found < 0.8
-    # The cache's own format does the same.
+    # The cache's own format gives the same.
     own = exact(outliers).fidelity(stored(name))
     assert own.sigma == pytest.approx(result.sigma, rel=0.02)
     assert own.kl == pytest.approx(result.kl, rel=0.1)
 
 
 def test_outliers_do_to_formats_what_is_known_of_them() -> None:
-    """Blocks suffer from a channel that is far off, 16 bits hardly; no regime is like another."""
+    """A channel with a large offset costs block formats much, 16-bit ones hardly anything; the regimes differ."""
     sigma = {outliers: exact(outliers).fidelity(stored("q4_0")).sigma for outliers in OUTLIERS}
     assert sigma["none"] < sigma["offset10"] < sigma["offset60"]
     assert sigma["varying"] > 3 * sigma["none"]
@@ -234,7 +234,7 @@ def test_centred_and_rotated_rows_follow_the_laws_and_do_not_mind_a_constant(nam
 
 @pytest.mark.parametrize("outliers", OUTLIERS)
 def test_kl_of_four_bits_beside_five(outliers: Outliers) -> None:
-    """The mean over seeds, since single ones lie up to a half off it."""
+    """Compares means over seeds, since single seeds differ from them by up to a half."""
     kl: dict[str, list[float]] = {"q4_0": [], "q5_0": [], "q5_0, plain": []}
     for seed in range(4):
         test = Recall(recall_head(CONTEXT, outliers, seed))
@@ -283,13 +283,13 @@ def test_a_window_alone_loses_the_sink_and_invents_answers() -> None:
     assert window.presence == pytest.approx(window.presence_law, abs=1e-3)
     for result in (whole, both):
         assert result.presence == pytest.approx(result.presence_law, rel=0.3)
-    # The sink's key is the only one that is not longer than 8.5.
+    # Only the sink's key has a norm of at most 8.5.
     lost = streaming(8192, modelled(lambda rows: rows * (np.linalg.norm(rows, axis=-1, keepdims=True) > 8.5)))
     assert (lost.recall_within, lost.invented) == (1.0, 1.0)
 
 
 def found(head: Head, name: str, **options: Any) -> float:
-    """Share of needles found by a cache whose pages lie on two tiers."""
+    """The share of needles that a cache with pages on two tiers finds."""
     memory: dict[str, Any] = {"device_memory": "16MiB", "host_memory": "256MiB"}
     outputs, _ = ask(head, lambda spec, _: pagoda.Cache(spec, k_dtype=name, v_dtype=name, **memory, **options))
     return float(((outputs @ head.vocabulary.T).argmax(axis=1) == head.answers).mean())
@@ -297,7 +297,7 @@ def found(head: Head, name: str, **options: Any) -> float:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_needles_at_128k(name: str) -> None:
-    """At every depth, all are found in every format, though few channels of keys are 60 deviations off."""
+    """All are found at every depth and in every format, though a few channels of keys have an offset of 60 deviations."""
     head = Head(131_072, beta_for(131_072), "offset60", needles=128, rivals=False)
     assert found(head, name) == 1.0
     if name == "q4_0":
@@ -355,13 +355,13 @@ def test_eight_bits_hardly_change_predictions(name: str, cache_of: Callable[[str
 
 PARITY = {"f16": (0.99, 0.01), "bf16": (0.99, 0.1), "fp8_e4m3": (0.98, 0.1), "int8": (0.99, 0.1), "q8_0": (0.99, 0.1)}
 PARITY |= {"q5_0": (0.97, 0.5), "q4_0": (0.94, 1.0), "nvfp4": (0.94, 1.0), "mxfp4": (0.9, 6.0)}
-"""Of all predictions at short context the share with the argmax of float32, and the lead of one, in nats, that none may lose.
-A quarter of them lead by more than 6; K in mxfp4 was seen to lose one of 4.7."""
+"""The least share of predictions at short context with float32's argmax, and the lead in nats that no lost prediction may
+have. A quarter of all predictions lead by more than 6; K in mxfp4 was seen to lose one with a lead of 4.7."""
 
 
 @pytest.mark.parametrize("name", PARITY)
 def test_argmax_parity_with_f32_at_short_context(name: str, text: ShippedText) -> None:
-    """Stored as it is by default."""
+    """With default centring and rotation."""
     share, lead = PARITY[name]
     for stretch in text.divergence(by_default(name)):
         assert stretch.same_top >= share
@@ -369,7 +369,7 @@ def test_argmax_parity_with_f32_at_short_context(name: str, text: ShippedText) -
 
 
 def test_scales_off_by_a_power_of_two_lose_parity(text: ShippedText) -> None:
-    """Also by the measure of mxfp4, the most lenient one."""
+    """Even by mxfp4's limits, the most lenient ones."""
     share, lead = PARITY["mxfp4"]
     for stretch in text.divergence(modelled(lambda rows: rows * np.float32(2))):
         assert stretch.same_top < share
@@ -377,13 +377,13 @@ def test_scales_off_by_a_power_of_two_lose_parity(text: ShippedText) -> None:
 
 
 def perplexity(text: ShippedText, sinks: int, window: int) -> list[float]:
-    """Of each stretch, over that of full attention."""
+    """The perplexity of each stretch, relative to full attention."""
     stretches = text.divergence(stored("f32"), keep=pagoda.SinkWindow(sinks, window))
     return [stretch.perplexity for stretch in stretches]
 
 
 def test_sinks_and_a_window_keep_perplexity_within_the_models_context() -> None:
-    """A window of a quarter of the text is enough for it, one of 64 bytes is not."""
+    """A window of 512 bytes is enough for that, one of 64 bytes is not."""
     text = ShippedText(stored("f32"), starts=(2000,), tokens=300)
     assert perplexity(text, 4, 512) == pytest.approx([1], abs=0.01)
     assert perplexity(text, 4, 64)[0] > 1.01
@@ -391,7 +391,7 @@ def test_sinks_and_a_window_keep_perplexity_within_the_models_context() -> None:
 
 @pytest.mark.long
 def test_sinks_and_a_window_keep_perplexity_beyond_the_models_context() -> None:
-    """It was trained on 32,768 bytes at most; a window is no farther from full attention behind them than before."""
+    """The model was trained on at most 32,768 bytes. Beyond them a window is no farther from full attention than before."""
     text = ShippedText(stored("f32"), starts=(2048, 8192, 32768), tokens=1024)
     assert perplexity(text, 4, 1024) == pytest.approx([1] * 3, abs=0.01)
     assert perplexity(text, 64, 4096) == pytest.approx([1] * 3, abs=0.01)
@@ -464,7 +464,7 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert main([*arguments, str(tmp_path / "quality.svg")]) == 0
     assert (tmp_path / "quality.svg").read_text().startswith("<?xml")
     measured = json.loads(capsys.readouterr().out)
-    # Such that it is seen when it is written alone: after the figures.
+    # The problem shows only when the plot is written, after the figures.
     (tmp_path / "other.svg").mkdir(0o700)
     monkeypatch.setattr(plot, "check_path", lambda path: None)
     assert main([*arguments, str(tmp_path / "other.svg")]) == 2

@@ -152,7 +152,7 @@ def test_ctrl_c_at_any_instruction_leaves_no_sequence_without_a_handle(mirror: M
 
 
 def test_ctrl_c_anywhere_in_a_step(mirror: Mirror, on_cpu: bool) -> None:
-    """It is Ctrl-C that is raised, the step has been or has not, and the next one goes well."""
+    """KeyboardInterrupt is raised, the step took place or it did not, and the next one succeeds."""
     tokens, cache, after, came = mirror.create(), mirror.cache, 0, True
     mirror.step([tokens], [20])
     kept, rows, q = len(tokens), np.ones((2, 2, 16), np.float16), np.ones((2, 4, 16), np.float32)
@@ -165,7 +165,7 @@ def test_ctrl_c_anywhere_in_a_step(mirror: Mirror, on_cpu: bool) -> None:
 
     while came:
         came = interrupted(step, after)
-        # What Ctrl-C has left open is rolled back.
+        # A step that Ctrl-C left open is rolled back.
         with cache.step([tokens.sequence], [0]):
             pass
         assert len(tokens.sequence) in (kept, kept + 1)
@@ -217,7 +217,7 @@ def test_tables_name_the_blocks_that_attention_reads(mirror: Mirror) -> None:
 
 
 def test_rows_of_a_table_are_of_whoever_is_there_now(mirror: Mirror) -> None:
-    """Sequences of different lengths change places, shrink and leave; what is behind their pages is padding."""
+    """Sequences of different lengths change places, shrink and leave; entries after their pages are padding."""
     long, short, middle = (mirror.create() for _ in range(3))
     mirror.step([long, short, middle], [200, 5, 60])
 
@@ -240,7 +240,7 @@ def test_rows_of_a_table_are_of_whoever_is_there_now(mirror: Mirror) -> None:
 
 
 def test_a_tree_of_forks_over_long_prefixes(mirror: Mirror) -> None:
-    """A prompt that all share, a document that some share after it; then tails are cut, pages move and branches end."""
+    """All share a prompt, and some a document after it; then tails are truncated, pages move and branches end."""
     prompt = mirror.create()
     mirror.step([prompt], [450])
     document = mirror.fork(prompt)

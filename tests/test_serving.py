@@ -14,7 +14,7 @@ from pagoda.lm import ContiguousCache, LanguageModel, Sampler, Written, generate
 
 
 def test_the_example_of_the_docs(tmp_path: Path) -> None:
-    """Requests that wait for each other, are given up and computed anew, against each of them alone."""
+    """Requests that wait for each other, are preempted and recomputed, compared with each one alone."""
     checkpoints.make(tmp_path, "llama")
     model = LanguageModel.load(tmp_path)
     text = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()

@@ -35,7 +35,7 @@ def opened(path: Path, **changes: Any) -> pagoda.Cache:
 
 
 def load(mirror: Mirror, key: str, like: Tokens) -> Tokens:
-    """What is kept under a key, as tokens of a mirror."""
+    """Loads a key's sequence into a mirror."""
     sequence = mirror.cache.load(key)
     assert sequence is not None
     assert len(sequence) == len(like)
@@ -75,7 +75,7 @@ def test_a_sequence_is_found_again_by_the_next_cache(
 def test_a_key_that_no_call_takes_goes_when_the_directory_is_opened(
     tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody could forget it, or have its space again."""
+    """Otherwise nobody could forget it or reuse its space."""
     with opened(tmp_path) as cache:
         mirror = Mirror(cache)
         tokens = mirror.create()
@@ -152,7 +152,7 @@ def test_an_empty_sequence_is_kept_and_found(tmp_path: Path) -> None:
 
 
 def test_what_keys_alone_hold_makes_room_without_spill_too(tmp_path: Path) -> None:
-    """Copies in memory of pages that are kept, and that no sequence has, are in nobody's way."""
+    """Copies in memory of kept pages that no sequence has never block others."""
     with opened(tmp_path, spill=False, device_memory="128KiB", host_memory="64KiB") as cache:
         mirror = Mirror(cache)
         kept = {}
@@ -180,13 +180,13 @@ def test_loading_makes_room_as_a_step_does(tmp_path: Path, monkeypatch: pytest.M
         tokens = mirror.create()
         mirror.step([tokens], [30])
         cache.save(tokens.sequence, "it")
-        # No page leaves ahead of need.
+        # Keeps pages from leaving ahead of need.
         monkeypatch.setattr(cache._spill, "ahead", lambda batch: None)
         while free := min(cache._core.free_blocks("device")):
             mirror.step([mirror.create()], [16 * min(3, free)])
         with cache.step([tokens.sequence], [1]) as step:
             moved = cache.stats().moved_bytes
-            # No block that is left now is free before the step ends.
+            # A block freed now becomes available only when the step ends.
             with pytest.raises(pagoda.OutOfBlocks):
                 cache.load("it")
             step.rollback()
@@ -197,7 +197,7 @@ def test_loading_makes_room_as_a_step_does(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_saving_gives_up_copies_that_memory_has_as_well(order: str, tmp_path: Path) -> None:
-    """Those of others: its own are what is saved."""
+    """It gives up copies of other sequences; its own are being saved."""
     options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_memory": "256KiB", "spill": False}
     with opened(tmp_path, **options) as cache:
         room = cache.stats().disk[0].free
@@ -219,7 +219,7 @@ def test_saving_gives_up_copies_that_memory_has_as_well(order: str, tmp_path: Pa
 
 
 def test_saving_finds_room_for_every_open_page(tmp_path: Path) -> None:
-    """A sequence has many where ends of pages were dropped. No more is given up than they take."""
+    """A sequence has many open pages if ends of pages were dropped. No more copies are given up than they need."""
     options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_memory": "256KiB", "spill": False}
     with opened(tmp_path, **options) as cache:
         room = cache.stats().disk[0].free
@@ -238,7 +238,7 @@ def test_saving_finds_room_for_every_open_page(tmp_path: Path) -> None:
 
 
 def test_saving_finds_room_that_layer_groups_take_from_each_other(tmp_path: Path) -> None:
-    """However much of the disk others' copies leave free: an extent that no group has is free for each, and not for all."""
+    """However much space others' copies leave. Each group counts an unowned extent as free, but only one can have it."""
     spec = pagoda.ModelSpec(layers=[layer(num_kv_heads=4), layer(window=4000)])
     with opened(tmp_path, spec=spec, disk_memory="512KiB", device_memory="4MiB", spill=False) as cache:
         mirror = Mirror(cache)
@@ -261,7 +261,7 @@ def test_saving_finds_room_that_layer_groups_take_from_each_other(tmp_path: Path
 
 
 def test_a_save_that_is_refused_keeps_what_it_has_written(tmp_path: Path) -> None:
-    """Ten full pages, and one over what may be written a day."""
+    """Ten full pages, and one more than may be written per day."""
     page = 4096 + 4096
     options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_writes_per_day": 10 * page}
     with opened(tmp_path, **options) as cache:
@@ -281,7 +281,7 @@ def test_a_save_that_is_refused_keeps_what_it_has_written(tmp_path: Path) -> Non
 
 
 def test_what_earlier_caches_have_written_counts_for_the_day(tmp_path: Path) -> None:
-    """Of a cache that was closed, what it has written; the next one may write the rest."""
+    """After a closed cache has written part of the limit, the next one may write the rest."""
     page = 4096 + 4096
     options = {"spec": pagoda.ModelSpec(layers=[layer()]), "disk_writes_per_day": 10 * page + page // 2}
     with opened(tmp_path, **options) as cache:
@@ -327,7 +327,7 @@ def test_a_part_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_part_is_kept_that_the_cache_was_closed_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread: what is kept is not said to have failed."""
+    """Another thread closes the cache right after the save, which is not reported as failed."""
     with opened(tmp_path) as cache:
         mirror = Mirror(cache)
         tokens = mirror.create()
@@ -411,7 +411,7 @@ def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCap
         pages.write(b"\xff")
     with opened(tmp_path) as cache:
         assert cache.load("one") is None
-        # What was begun is let go of at once, though the error is still in the log.
+        # The partly loaded sequence is released at once, although the log still holds the error.
         assert (settled(cache).used_bytes("device"), cache.stats().sequences) == (0, 0)
         assert "'one' does not verify: " in caplog.text
         assert "generation" in caplog.text
@@ -424,7 +424,7 @@ def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCap
             pages.seek(start + 40)
             pages.write(b"\xff")
     with opened(tmp_path) as cache:
-        # Its last page is not to be had, which comes first.
+        # Its last page, which is loaded first, cannot be read.
         assert cache.load("other") is None
         assert (settled(cache).used_bytes("device"), cache.stats().sequences) == (0, 0)
 
@@ -433,7 +433,7 @@ def test_what_does_not_verify_is_not_there(tmp_path: Path, caplog: pytest.LogCap
 def test_a_damaged_index_serves_the_newest_save_or_nothing_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, copies: int
 ) -> None:
-    """Of a line that saves a key anew one copy, or both."""
+    """Damaged: one copy, or both, of a line that saves a key again."""
     index = tmp_path / "kept" / "index"
     with opened(tmp_path) as cache:
         mirror = Mirror(cache)
@@ -472,7 +472,7 @@ def test_a_damaged_index_serves_the_newest_save_or_nothing_and_says_so(
 
 
 def test_a_directory_whose_index_cannot_be_read_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    """To begin anew would be to lose what is there."""
+    """Starting over would lose what is kept."""
     with opened(tmp_path) as cache:
         mirror = Mirror(cache)
         tokens = mirror.create()
@@ -555,7 +555,7 @@ def test_a_directory_of_other_pages(
 
 
 def test_the_disk_tier_grows_and_shrinks_between_caches(tmp_path: Path) -> None:
-    """Whatever it was made with, what is kept is there as long as it has room for it."""
+    """Whatever the original size, kept sequences remain as long as the tier has room for them."""
     with opened(tmp_path, disk_memory="4MiB") as cache:
         mirror = Mirror(cache)
         tokens = mirror.create()
@@ -744,7 +744,7 @@ def grown(sequence: pagoda.Sequence, new: int, value: float) -> None:
 
 
 def mean(sequence: pagoda.Sequence) -> float:
-    """Of the values of all tokens and of one of 0."""
+    """The mean of all tokens' values and of one more value, 0."""
     rows = np.ones((1, 8, 128), np.float32)
     with sequence._cache.step([sequence], [1]) as step:
         out = step.forward(0, rows, rows, rows * 0)
@@ -758,11 +758,11 @@ def used(cache: pagoda.Cache) -> list[int]:
 
 
 def awaited(cache: pagoda.Cache, blocks: list[int], sequence: pagoda.Sequence) -> None:
-    """Waits until so many blocks are used on the device and on disk: what was given up ends some time, and pages of the
-    sequence that made room for it come back with a step."""
+    """Waits until these numbers of blocks are used on the device and on disk. Calls that gave up end eventually, and pages of
+    the sequence that had to make room come back with a step."""
     deadline = time.monotonic() + 60
     while used(cache) != blocks:
-        # They do with the first one after a step of others.
+        # They come back with the first step after one of other sequences.
         with cache.create() as other, cache.step([other], [0]):
             pass
         answered(partial(mean, sequence))
@@ -772,7 +772,7 @@ def awaited(cache: pagoda.Cache, blocks: list[int], sequence: pagoda.Sequence) -
 
 
 def answered(call: Callable[[], Any]) -> Any:
-    """What a call comes to once the drive has answered earlier ones, whose blocks may be all that there are."""
+    """Repeats a call until the drive has answered earlier ones, which may hold all blocks; returns its result."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -787,7 +787,7 @@ def test_an_index_that_is_full_is_refused_before_any_page_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Huge(bytes):
-        """As long as an index may be."""
+        """Claims to be as long as an index may be."""
 
         def __len__(self) -> int:
             return 4 << 30
@@ -811,7 +811,7 @@ def test_an_index_that_is_full_is_refused_before_any_page_is_written(
 
 
 def test_what_was_loaded_and_nobody_holds_makes_room_for_the_next(tmp_path: Path) -> None:
-    """Without a step in between: each has a last page of its own, and there is room for four."""
+    """Without a step in between: each has its own last page, and there is room for four."""
     with opened(tmp_path, **LARGE_OPTIONS) as cache:
         with cache.create() as sequence:
             grown(sequence, 100, 1.0)
@@ -843,7 +843,7 @@ def test_ctrl_c_at_any_instruction_of_loading_leaves_no_sequence_without_a_handl
 
 @pytest.mark.parametrize("move", ["demote", "prefetch"])
 def test_what_is_saved_may_be_on_the_move(tmp_path: Path, move: str) -> None:
-    """Its pages arrive first: those of the other sequence go before them, and take longer than a call."""
+    """The save waits for its pages, which move after those of the other sequence and take longer than a call."""
     with opened(tmp_path, device_memory="32MiB", host_memory="32MiB") as cache:
         mirror, other = Mirror(cache), cache.create()
         with cache.step([other], [1 << 16]) as step:
@@ -861,7 +861,7 @@ def test_what_is_saved_may_be_on_the_move(tmp_path: Path, move: str) -> None:
 
 
 class Meddled:
-    """The core of a cache, with something done before a call and something after one that was refused."""
+    """The core of a cache, with one function called before each plan and another after a refused save."""
 
     def __init__(self, core: Any, before: Callable[[], object], refused: Callable[[], object]) -> None:
         self._real, self._before, self._refused = core, before, refused
@@ -884,7 +884,7 @@ class Meddled:
 def test_pages_that_arrive_right_after_they_were_missed_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread begins to move the only page right before it would be planned, and its copy takes longer than a call."""
+    """Another thread begins to move the only page right before it would be planned; the copy takes longer than a call."""
     with opened(tmp_path, **LARGE_OPTIONS) as cache:
         sequence, core, moves = cache.create(), cache._core, count()
         grown(sequence, 2048, 1.0)
@@ -906,7 +906,7 @@ def test_pages_that_arrive_right_after_they_were_missed_are_saved(
 
 
 def test_what_is_refused_for_good_is_not_asked_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though pages are in memory that are on disk as well: they would only lose a copy."""
+    """Even if some pages are both in memory and on disk: giving up copies would not help."""
 
     def refuse(*_: Any) -> None:
         raise pagoda.InvalidArgument("refused")
@@ -932,7 +932,7 @@ def test_a_save_in_an_open_step_says_what_it_waits_for(tmp_path: Path) -> None:
         assert cache.saved() == {}
         assert cache.stats().sequences == 2
         cache.save(tokens.sequence, "it")
-        # Nothing has to move any more.
+        # Nothing has to move now.
         with cache.step([other.sequence], [0]):
             cache.save(tokens.sequence, "it")
         mirror.look()
@@ -957,13 +957,13 @@ def test_ctrl_c_while_a_session_is_saved_or_loaded(tmp_path: Path) -> None:
                     came += 1
                 found = None
                 cache.audit()
-                # A step releases what was loaded and is held by nobody.
+                # A step releases loaded sequences that nobody holds.
                 assert answered(partial(mean, sequence)) == pytest.approx(2348 / 2349)
         assert came == 29
         awaited(cache, kept, sequence)
         found = answered(lambda: cache.load("it"))
         assert mean(found) == pytest.approx(2348 / 2349)
-        # A handler that asks the very cache gets an answer, or an error, and waits for nobody.
+        # A handler that calls the same cache gets an answer or an error, and never blocks.
         with alarms(lambda *_: cache.stats()) as alarm:
             for milliseconds in range(1, 10):
                 alarm(milliseconds / 1000)

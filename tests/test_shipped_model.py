@@ -67,7 +67,7 @@ def test_it_predicts_the_text_it_was_not_trained_on(model: LanguageModel, text: 
 
 @pytest.mark.parametrize(("dtype", "agreement"), [("f16", 0.9995), ("bf16", 0.997)])
 def test_f16_and_bf16_cache_coherent(model: LanguageModel, text: Ids, dtype: str, agreement: float) -> None:
-    """10,000 teacher-forced tokens: the likeliest next one is that of f32, or f32 nearly tied."""
+    """10,000 teacher-forced tokens: the likeliest next token is f32's, or nearly tied with it in f32."""
     tokens = text[20_000:30_000]
     both = []
     for kind in ("f32", dtype):
@@ -83,7 +83,7 @@ def test_f16_and_bf16_cache_coherent(model: LanguageModel, text: Ids, dtype: str
 
 
 def test_long_context_32k_coherent(model: LanguageModel, text: Ids) -> None:
-    """32K tokens on a small device tier: the same bits as all resident, and predictions as good as early in the text."""
+    """32K tokens on a small device tier: the same bits as all resident, and predictions as good as with a short context."""
     tokens = text[: 32 * 1024]
     runs = []
     for device_memory in ("3MiB", "1GiB"):
@@ -118,7 +118,7 @@ class Beam:
 
 
 def best(beams: list[Beam], logits: npt.NDArray[np.float32], width: int) -> list[tuple[int, int, float]]:
-    """(beam, token, score) of the best continuations; ties to the lower beam and token."""
+    """(beam, token, score) of the best continuations; ties go to the lower beam and token."""
     rows = logits.astype(np.float64)
     scores = rows - rows.max(1, keepdims=True)
     scores -= np.log(np.exp(scores).sum(1, keepdims=True))
@@ -165,7 +165,7 @@ def test_beam_search_over_forks_equals_beam_search_by_recomputation(model: Langu
 
 
 def test_speculative_decoding_writes_what_greedy_decoding_writes(model: LanguageModel, text: Ids) -> None:
-    """A draft (what followed the last occurrence of the last three bytes) is verified in one step; wrong tokens go."""
+    """One step verifies a draft (what followed the last occurrence of the last three bytes); wrong tokens are rejected."""
     prompt, length = text[:600], 120
     with pagoda.Cache(model.spec, page_size=16, k_dtype="f32", v_dtype="f32", deterministic=True) as cache:
         greedy = cache.create()
@@ -209,7 +209,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str
 def same_run(
     capsys: pytest.CaptureFixture[str], model: LanguageModel, read: int, tokens: int, device: str = "cpu"
 ) -> None:
-    """The command on a tenth of the memory prints the tokens and logits of the command with all of it."""
+    """With a tenth of the memory the command prints the same tokens and logits as with all of it."""
     kv = Planner(model.spec).footprint(read).paged_bytes
     base = ["--read", str(read), "--tokens", str(tokens), "--deterministic", "--device", device, "--chunk", "64"]
     spilled = run_command(capsys, *base, "--device-memory", str(kv // 10), "--host-memory", "2GiB")
@@ -240,7 +240,7 @@ SMALL = ["--tokens", "20", "--deterministic", "--device", "cpu", "--chunk", "256
 def test_generate_over_three_tiers(
     capsys: pytest.CaptureFixture[str], model: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of the cache in memory, the rest on disk: the same tokens and logits, from the same rows."""
+    """Part of the cache in memory, the rest on disk: the same tokens and logits, from the same rows."""
     kv = Planner(model.spec).footprint(3000).paged_bytes
     base = [*SMALL, "--read", "3000"]
     memory = ["--device-memory", "1MiB", "--host-memory", "256KiB"]
@@ -248,7 +248,7 @@ def test_generate_over_three_tiers(
     spilled, resident = run_command(capsys, *base, *disk), run_command(capsys, *base, "--device-memory", "2GiB")
     assert (spilled["tokens"], spilled["logits_sha256"]) == (resident["tokens"], resident["logits_sha256"])
     assert resident["pages"] == {"device": resident["pages"]["device"], "host": 0}
-    # Pages that move right then are on two tiers.
+    # Pages being moved at that moment are on two tiers.
     assert 0 <= sum(spilled["pages"].values()) - resident["pages"]["device"] <= 8
     assert min(spilled["bytes"].values()) > 0
     assert spilled["bytes"]["disk"] > kv / 3
@@ -267,7 +267,7 @@ def test_generate_over_three_tiers(
 
 
 def filter_rows(rows: list[str], name: str) -> Iterator[str]:
-    """Those of a picture that begin so, the last one first."""
+    """Rows of a drawn view that begin with `name`, the last one first."""
     return (row for row in reversed(rows) if row.startswith(name))
 
 
@@ -287,7 +287,7 @@ def filter_rows(rows: list[str], name: str) -> Iterator[str]:
 def test_eval_byte_lm_refuses_what_it_would_mislabel(
     arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """end: where a thousand bytes are left of the text."""
+    """end: a thousand bytes before the end of the text."""
     import eval_byte_lm
 
     end = SHIPPED_TEXT.stat().st_size - 1000
@@ -321,9 +321,9 @@ Spill.make_room = look_and_wait
 
 @pytest.mark.parametrize("meddling", ["", JUST_THEN], ids=["in time", "once nothing was found to move"])
 def test_generate_waits_for_a_drive_that_is_slow(meddling: str, tmp_path: Path) -> None:
-    """Pages that leave a window while they are read ahead drain for that, and all of host memory may.
+    """Pages that leave a window while they are being read ahead drain until the read ends; that may be all of host memory.
 
-    Another call may see the reads end just when nothing was found to move.
+    Another call may take in the end of the reads right after nothing was found to move.
     """
     if not silence.is_possible():
         pytest.skip("no system calls can be held up")
@@ -336,7 +336,7 @@ def test_generate_waits_for_a_drive_that_is_slow(meddling: str, tmp_path: Path) 
 
 
 def test_a_long_text_is_read_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What is kept is gone on from where the text begins with it, and only there."""
+    """A run continues from a kept sequence only if the text begins with it."""
     memory = ["--device-memory", "1MiB", "--host-memory", "256KiB"]
     disk = ["--disk", str(tmp_path / "pages"), "--disk-memory", "64MiB", "--session", "book"]
 
@@ -380,7 +380,7 @@ def test_a_text_that_does_not_begin_with_what_is_kept(capsys: pytest.CaptureFixt
 def test_a_text_that_cannot_be_kept_is_not_read(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each size of disk tier it is kept, or refused before the first step."""
+    """For each size of the disk tier the text is kept, or refused before the first step."""
     steps: list[pagoda.Step] = []
     enter = pagoda.Step.__enter__
 
@@ -422,7 +422,7 @@ def test_a_session_with_a_window_and_quantised_rows(capsys: pytest.CaptureFixtur
 
 
 def test_what_another_model_has_kept_is_not_gone_on_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of the same geometry, so that the cache itself cannot tell."""
+    """The model has the same geometry, so the cache itself cannot tell."""
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED_MODEL, folder)
     base = [*SMALL, "--model", str(folder), "--read", "300", "--disk", str(tmp_path / "pages")]
@@ -442,7 +442,7 @@ def test_generate_as_plain_arrays_do(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_generate_with_a_window(capsys: pytest.CaptureFixture[str]) -> None:
-    """One that holds everything changes no bit; a small one keeps memory small."""
+    """A window that holds everything changes no bit; a small one keeps memory small."""
     base = ["--read", "3000", "--tokens", "60", "--device", "cpu", "--deterministic"]
     everything, wide = (
         run_command(capsys, *base, *more) for more in ([], ["--window-size", "4k", "--sink-tokens", "0"])

@@ -22,7 +22,7 @@ from pagoda.presets import PRESETS
 from pagoda.rope import LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, Rope, YarnScaling
 from pagoda.spec import AttentionLayer, ModelSpec, StateLayer
 
-# name: full-attention bytes a token, windowed bytes a token, window, recurrent bytes a sequence; all in 16 bits.
+# name: full-attention bytes per token, windowed bytes per token, window, recurrent bytes per sequence; all in 16 bits.
 GEOMETRIES = {
     "llama-2-7b": (524_288, 0, 0, 0),
     "llama-2-70b": (327_680, 0, 0, 0),
@@ -73,7 +73,7 @@ def test_the_printed_megabytes_of_recurrent_states() -> None:
 
 
 def groups_of(spec: ModelSpec) -> list[list[int]]:
-    """With all layers in one format."""
+    """The layer groups if all layers have one format."""
     return group_layers(spec, [("f16", "f16")] * len(spec.layers))
 
 
@@ -106,8 +106,8 @@ def test_config_from_content_file_and_folder(tmp_path: Path) -> None:
 
 LINEAR = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2}
-# What a config says, and what transformers 5.23 makes of its first and last layer: query heads, K/V heads, head size, window,
-# and of the rotation theta, the scaling and its factor. Gemma 3 was published with as little.
+# A config, and its first and last layer according to transformers 5.23: query heads, K/V heads, head size, window, and the
+# rotation's theta, scaling and factor. Gemma 3 was published with configs as sparse as these.
 SPARSE: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
     "gemma3_text 4b": (
         {"num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024} | LINEAR,
@@ -159,7 +159,7 @@ SPARSE: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
 
 
 class Seen(NamedTuple):
-    """What is seen of a layer; by default, what most layers have."""
+    """The properties of a layer that are checked; the defaults are the most common ones."""
 
     window: int | None = None
     theta: float | None = 1e4
@@ -172,8 +172,8 @@ class Seen(NamedTuple):
 
 FIXED = Seen(theta=None)
 LATENT = Seen(theta=None, scale=192**-0.5)
-# The same of families: what a config says beside the size of rows, heads and head size, the first layer and the last. Pairs
-# are interleaved where the code of transformers (`rotate_half`, or complex numbers) has them so.
+# The same for families: config entries apart from row sizes, then heads and head size, the first layer and the last. Pairs
+# are interleaved where the code of transformers (`rotate_half`, or complex numbers) interleaves them.
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int], Seen, Seen]] = {
     "cohere2": ({"hidden_size": 8192}, (64, 64, 128), Seen(4096, interleaved=True), FIXED),
     "deepseek_v2": ({}, (32, 1, 576), LATENT, LATENT),
@@ -282,7 +282,7 @@ def test_kinds_of_layers_are_passed_over_where_transformers_does(kind: str, wind
     config = {"model_type": kind, "num_hidden_layers": 4, "hidden_size": 3072, "layer_types": types}
     layers = ModelSpec.from_config(config | {"use_sliding_window": True, "sliding_window": window}).attention_layers
     assert [layer.window for layer in layers] == [window] * 4
-    # But a mistral that has them is a ministral.
+    # But a mistral with kinds of layers is a ministral.
     layers = ModelSpec.from_config(config | {"model_type": "mistral", "sliding_window": 128}).attention_layers
     assert [layer.window for layer in layers] == [128, None] * 2
 
@@ -300,7 +300,7 @@ FLAT = {"rope_type": "linear", "factor": 8.0}
     ],
 )
 def test_rotations_of_no_kind_of_layer(kind: str, key: str) -> None:
-    """transformers 5.24 passes over them in Gemma 3 and OLMo 3, and fails in Gemma 4."""
+    """transformers 5.24 ignores them in Gemma 3 and OLMo 3, and fails in Gemma 4."""
     config = {"model_type": kind, "num_hidden_layers": 6, "hidden_size": 4096}
     with pytest.raises(InvalidArgument, match=rf"^config\.{key} = .*'linear'.*: an object with full_attention and"):
         ModelSpec.from_config(config | {key: FLAT})
@@ -399,7 +399,7 @@ def test_gemma_3_may_cap_scores() -> None:
     ("kind", "both_ways"), [("gemma", True), ("gemma2", True), ("gemma3_text", True), ("gemma4_text", "all")]
 )
 def test_models_that_see_both_ways_are_refused(kind: str, both_ways: bool | str) -> None:
-    """EmbeddingGemma; transformers 5.24 gives its layers windows of 257 tokens each way, where the config says 512."""
+    """EmbeddingGemma: transformers 5.24 gives its layers windows of 257 tokens each way, where the config says 512."""
     config = {"model_type": kind, "num_hidden_layers": 24, "use_bidirectional_attention": both_ways}
     with pytest.raises(InvalidArgument, match=r"config\.use_bidirectional_attention = (True|'all'): false"):
         ModelSpec.from_config(config)
@@ -409,7 +409,7 @@ def test_models_that_see_both_ways_are_refused(kind: str, both_ways: bool | str)
 
 @pytest.mark.parametrize("name", COMPLETE)
 def test_no_family_that_is_not_causal_is_taken_for_one_that_is(name: str) -> None:
-    """transformers 5.24, `create_causal_mask`: what is not true is false."""
+    """transformers 5.24, `create_causal_mask`: anything not true is false."""
     for causal in (False, None):
         with pytest.raises(InvalidArgument, match=rf"^config\.is_causal = {causal}: true"):
             ModelSpec.from_config(COMPLETE[name] | {"is_causal": causal})
@@ -427,7 +427,7 @@ def test_paligemma_sees_both_ways_unless_it_says_otherwise() -> None:
 
 
 def test_gemma_4_as_transformers_has_written_it_since_5_24() -> None:
-    """`save_pretrained` puts what full layers have into `per_layer_config`, and leaves the keys out that said it before."""
+    """`save_pretrained` writes the settings of full layers to `per_layer_config`, and omits the keys formerly used."""
     published = PRESETS["gemma-4-12b"]
     own = {"head_dim": 512, "num_key_value_heads": 1}
     saved = {key: value for key, value in published.items() if "global" not in key}
@@ -436,7 +436,7 @@ def test_gemma_4_as_transformers_has_written_it_since_5_24() -> None:
         assert ModelSpec.from_config(saved | {"model_type": kind}).layers == ModelSpec.preset("gemma-4-12b").layers
     wrapped = {"model_type": "gemma4_unified", "text_config": published | {"model_type": "gemma4_unified_text"}}
     assert ModelSpec.from_config(wrapped).layers == ModelSpec.preset("gemma-4-12b").layers
-    # The 12B model's own kind has windows of 1024 where the config does not say so, others of 512.
+    # If the config names no window, the 12B model's kind has 1024, others 512.
     sparse = {"model_type": "gemma4_unified_text", "num_hidden_layers": 6}
     assert ModelSpec.from_config(sparse).attention_layers[0].window == 1024
 
@@ -503,7 +503,7 @@ def test_integers_that_no_float_holds_are_refused(key: str) -> None:
 
 
 def test_a_config_from_a_pipe_has_an_end_and_one_without_is_refused(tmp_path: Path) -> None:
-    """A pipe, as some devices, says that it has no bytes."""
+    """A pipe, like some devices, reports a size of 0."""
     content = json.dumps(PRESETS["llama-3.1-8b"])
     room = JSON_BYTES_MAX - len(content)
     for spaces, refused in ((0, None), (room, None), (room + 1, f"at most {JSON_BYTES_MAX} bytes")):
@@ -580,7 +580,7 @@ def test_unknown_presets_suggest_near_ones() -> None:
 
 
 def test_frequencies_of_scaled_rotations() -> None:
-    """Against the formulas of transformers' modeling_rope_utils, written down once more in plain Python."""
+    """Compared with the formulas of transformers' modeling_rope_utils, rewritten in plain Python."""
     plain = Rope(5e5).inv_freq(128)
     np.testing.assert_allclose(plain, [5e5 ** (-2 * i / 128) for i in range(64)], rtol=1e-6)
     scaled = Rope(5e5, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)).inv_freq(128)
@@ -625,7 +625,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_scalings_turn_or_are_refused(kind: str) -> None:
-    """JSON as Python reads it has NaN and Infinity, too."""
+    """JSON as Python reads it may have NaN and Infinity."""
     for key in SCALINGS[kind]:
         values: list[Any] = [None, 0, -1.5, float("nan"), float("inf"), "x", [], {}]
         for value in values:
@@ -642,7 +642,7 @@ def test_scalings_turn_or_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
 def test_a_trained_context_may_be_a_whole_float(kind: str) -> None:
-    """As some configs have it."""
+    """As in some configs."""
 
     def rope_of(context: float, place: str) -> Any:
         content: dict[str, Any] = {**PRESETS["llama-2-7b"], "rope_scaling": SCALINGS[kind] | {"rope_type": kind}}
@@ -660,7 +660,7 @@ def test_a_trained_context_may_be_a_whole_float(kind: str) -> None:
 
 
 def test_yarn_says_what_it_was_trained_for_and_how_far_rows_grow() -> None:
-    """As transformers has it: a context of the config if the scaling names none, never one of our own."""
+    """As in transformers: if the scaling names no context, it is the config's, never a default of ours."""
 
     def scaling(content: dict[str, Any], **more: Any) -> Any:
         parts = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **more}}
@@ -669,7 +669,7 @@ def test_yarn_says_what_it_was_trained_for_and_how_far_rows_grow() -> None:
 
     trained = {"max_position_embeddings": 32768}
     assert scaling(trained).original_context == 32768
-    # A context of the config itself comes first.
+    # The config's own context takes precedence.
     both = trained | {"original_max_position_embeddings": 2048}
     assert scaling(both, original_max_position_embeddings=4096).original_context == 2048
     assert scaling(trained, original_max_position_embeddings=4096).original_context == 4096
@@ -680,7 +680,7 @@ def test_yarn_says_what_it_was_trained_for_and_how_far_rows_grow() -> None:
     assert scaling(trained, mscale=0.5, mscale_all_dim=1.0).attention_factor == pytest.approx(1.069314718 / 1.138629436)
 
 
-# Phi-4-mini as published, but for the factors.
+# Phi-4-mini as published, except for the factors.
 PHI: dict[str, Any] = {
     "model_type": "phi3",
     "num_hidden_layers": 32,
@@ -704,7 +704,7 @@ def test_long_contexts_have_factors_of_their_own() -> None:
     """https://arxiv.org/abs/2402.13753, and transformers 5.23: `_compute_longrope_parameters`."""
     plain = 10000.0 ** (-np.arange(48) / 48)
     np.testing.assert_allclose(rope_of(PHI).inv_freq(128), plain / ([1.5] * 24 + [60.0] * 24), rtol=1e-6)
-    # What Phi-3's own code has for 128K tokens after 4K.
+    # The value in Phi-3's own code for an extension from 4K to 128K tokens.
     assert rope_of(PHI).attention_factor == pytest.approx(1.1902380714238083)
     assert rope_of(PHI, type="su") == rope_of(PHI)
     assert rope_of(PHI, factor=64.0).attention_factor == pytest.approx(np.sqrt(1.5))
@@ -712,7 +712,7 @@ def test_long_contexts_have_factors_of_their_own() -> None:
     short = rope_of(PHI | {"max_position_embeddings": 4096})
     np.testing.assert_allclose(short.inv_freq(128), plain / 1.25, rtol=1e-6)
     assert short.attention_factor == 1
-    # A context that a config does not name is that of its family.
+    # If the config names no context, it is the family's default.
     unnamed = {key: value for key, value in PHI.items() if key != "original_max_position_embeddings"}
     assert rope_of(unnamed) == rope_of(PHI)
 
@@ -730,7 +730,7 @@ def test_long_contexts_have_a_factor_for_each_pair() -> None:
 
 @pytest.mark.parametrize("scaling", [{"type": "mrope"}, {"rope_type": "default", "mrope_interleaved": True}])
 def test_positions_of_three_numbers_turn_as_fast_as_one(scaling: dict[str, Any]) -> None:
-    """Where all three move alike, as a context shift moves them, rows turn as those of text do."""
+    """If all three change equally, as in a context shift, rows rotate like those of text."""
     config = {"model_type": "qwen2_5_vl", "num_hidden_layers": 1, "hidden_size": 8192, "rope_scaling": scaling}
     assert rope_of(config, mrope_section=[16, 24, 24]) == Rope(1e6)
 

@@ -48,7 +48,7 @@ class CacheMachine(RuleBasedStateMachine):
         zero_on_free: bool,
     ) -> None:
         layers = [layer(), layer(window=20), layer(), layer(window=20, num_kv_heads=4)]
-        # On a device pages on disk need room for a ring, of 16 times what is gone over at once.
+        # On a device, pages on disk need a ring, whose slots take at most a 16th of the memory each.
         on_device = device.AUTO != "cpu"
         self.on_disk = on_disk and not (on_device and deterministic)
         self.absent = {"host"} if host == 0 else set()
@@ -187,7 +187,7 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             self.mirror.look()
         except pagoda.OutOfBlocks:
-            # Not even one token fits: look at each sequence without new ones.
+            # Not even one token fits: check each sequence without new ones.
             for tokens in self.mirror.live:
                 self.mirror.step([tokens], [0])
 
@@ -204,7 +204,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.mirror.release(tokens)
         for ticket in self.tickets:
             ticket.wait(60)
-        # Moves that the cache has started by itself hold blocks until they have ended.
+        # Moves that the cache has started by itself hold blocks until they end.
         cache._spill.settle()
         stats: Any = cache.stats()
         assert stats.used_bytes("device") == stats.used_bytes("host") == stats.used_bytes("disk") == 0

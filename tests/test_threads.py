@@ -24,7 +24,7 @@ SPEC = pagoda.ModelSpec(layers=[layer(), layer(), layer(window=40)])
 
 
 class Meddled:
-    """What a cache asks of the core, with something that another thread does right after one of the calls, once."""
+    """The core of a cache; once, right after a chosen call, another thread meddles."""
 
     def __init__(self, core: Any, after: str, meddle: Callable[[], object]) -> None:
         self._core, self._after, self._meddle = core, after, meddle
@@ -99,7 +99,7 @@ def test_pages_that_another_thread_has_moved_meanwhile_are_moved_from_where_they
 
 
 class Interrupted:
-    """What a cache asks of the core, with Ctrl-C when it opens a step: before it does, or as soon as it has."""
+    """The core of a cache, with Ctrl-C right before or right after it opens a step."""
 
     def __init__(self, core: Any, opens: bool = False) -> None:
         self._core, self._opens = core, opens
@@ -120,7 +120,7 @@ def test_ctrl_c_in_a_step_of_one_thread_leaves_that_of_another_alone(moment: str
 
 
 def check_steps_of_others(cache: pagoda.Cache, moment: str) -> None:
-    """Opens a step before, or between, what Ctrl-C has left of another and its end."""
+    """Opens a step while another one, interrupted by Ctrl-C, is not yet open or has not finished its exit."""
     mirror = Mirror(cache)
     tokens, other = mirror.create(), mirror.create()
     mirror.step([tokens, other], [20, 20])
@@ -145,7 +145,7 @@ def check_steps_of_others(cache: pagoda.Cache, moment: str) -> None:
 
 
 def test_ctrl_c_as_a_step_opens_is_what_blocks_around_it_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They release sequences that are in it."""
+    """Enclosing blocks see only KeyboardInterrupt, and can release sequences of the step."""
     with pagoda.Cache(SPEC, page_size=16, device_memory="1MiB", host_memory="1MiB", threads=1) as cache:
         monkeypatch.setattr(cache, "_core", Interrupted(cache._core, opens=True))
         with pytest.raises(KeyboardInterrupt), cache.create() as sequence, cache.step([sequence], [1]):
@@ -155,7 +155,7 @@ def test_ctrl_c_as_a_step_opens_is_what_blocks_around_it_see(monkeypatch: pytest
 
 
 class Overtaken:
-    """What a cache asks of the core, with something that another thread does while one call waits for its turn, once."""
+    """The core of a cache; once, while a chosen call waits for its turn, another thread meddles."""
 
     def __init__(self, core: Any, call: str, meddle: Callable[[], object]) -> None:
         self._core, self._call, self._meddle = core, call, meddle
@@ -180,7 +180,7 @@ def test_a_call_that_waits_until_its_step_has_ended_is_none_of_the_next_step(cal
 
 
 def check_overtaken(cache: pagoda.Cache, call: str) -> None:
-    """Makes a call of a step that another thread ends meanwhile, to open one that could take the call and must not."""
+    """Makes a call on a step. Another thread meanwhile ends it and opens a new one, which must not receive the call."""
     if call == "replay":
         cache.declare(sequences=2, new_tokens=20, context=64)
     mirror = Mirror(cache)
@@ -262,7 +262,7 @@ def test_calls_on_a_device_take_turns(on_device: pagoda.Cache, monkeypatch: pyte
     def slowly() -> None:
         inside[0] += 1
         seen.append(inside[0])
-        # Others run, if they may.
+        # Lets other threads run.
         time.sleep(1e-3)
         poll()
         inside[0] -= 1
@@ -289,7 +289,7 @@ def test_calls_on_a_device_take_turns(on_device: pagoda.Cache, monkeypatch: pyte
 def test_a_handler_that_calls_a_cache_in_the_middle_of_a_call_on_a_device_is_refused(
     on_device: pagoda.Cache, ask: str
 ) -> None:
-    """At any instruction: it gets an answer or that error, and the call that it interrupted goes on as if nothing were."""
+    """At any instruction: it gets an answer or that error, and the interrupted call continues as if nothing had happened."""
     mirror = Mirror(on_device)
     tokens, other = mirror.create(), mirror.create()
     mirror.step([tokens, other], [40, 40])
@@ -323,7 +323,7 @@ def test_a_handler_that_calls_a_cache_in_the_middle_of_a_call_on_a_device_is_ref
 def test_what_interrupts_a_call_waits_for_no_other_threads_turn_on_a_device(
     on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That turn may wait for this call, here one that makes its error, in the middle of which a finaliser may run."""
+    """That thread's turn may be waiting for the interrupted call. Here a finaliser runs while a call creates its error."""
     engine: Any = on_device._device
     sequence, refused = on_device.create(), list[str]()
     has_turn, ended = threading.Event(), threading.Event()
@@ -407,7 +407,7 @@ def test_a_fork_in_another_threads_turn_leaves_a_child_whose_calls_are_refused(o
 
 
 def test_a_step_is_on_the_stream_that_it_was_given(on_device: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever stream another thread's step has been on meanwhile."""
+    """Even if another thread's step was on another stream meanwhile."""
     mirror = Mirror(on_device)
     tokens, other = mirror.create(), mirror.create()
     engine: Any = on_device._device

@@ -45,7 +45,7 @@ def test_demote_and_promote_move_whole_pages_and_no_byte_changes(mirror: Mirror)
 
 
 def test_a_sequence_is_demoted_whole_and_goes_on(mirror: Mirror) -> None:
-    """Open pages too: what rests holds nothing on the device. The next step has the open ones there again."""
+    """Including open pages: a resting sequence holds nothing on the device. The next step brings the open pages back."""
     cache, tokens = mirror.cache, mirror.create()
     mirror.step([tokens], [20])
     assert len(cache.plan(tokens.sequence, "host")) == 4
@@ -90,7 +90,7 @@ def test_an_open_page_changes_while_it_moves(mirror: Mirror, change: str) -> Non
 
 
 def test_more_sequences_rest_than_the_device_has_blocks() -> None:
-    """Each has less than a page, so that nothing of it would ever leave if open pages did not."""
+    """Each has less than a page, so none could leave if open pages did not."""
     spec = pagoda.ModelSpec(layers=[layer()])
     with pagoda.Cache(spec, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
         blocks = cache.stats().device[0].free
@@ -119,7 +119,7 @@ def test_prefetch_keeps_the_slower_copy_so_that_demoting_again_is_free(mirror: M
 
 
 def test_prefetch_copies_what_finds_room_though_groups_take_it_from_each_other() -> None:
-    """What is free of an extent that nobody has is free for each group, and not for all of them."""
+    """Each group counts the blocks of an unowned extent as free, but only one of them can have it."""
     spec = pagoda.ModelSpec(layers=[layer(), layer(num_kv_heads=4)])
     with pagoda.Cache(spec, page_size=16, device_memory="128KiB", host_memory="4MiB", threads=1) as cache:
         mirror = Mirror(cache)
@@ -140,7 +140,7 @@ def test_prefetch_copies_what_finds_room_though_groups_take_it_from_each_other()
 def test_prefetch_copies_pages_of_one_group_where_others_have_few(
     device_memory: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them, or, after a few tries, nearly what there is room for."""
+    """All of them or, after a few attempts, nearly as many as fit."""
     spec = pagoda.ModelSpec(layers=[layer(), *(layer(window=16 + 8 * index) for index in range(3))])
     options: dict[str, Any] = {"host_memory": "4MiB", "threads": 1, "headroom": 16, "spill": False}
     with pagoda.Cache(spec, page_size=16, device_memory=device_memory, **options) as cache:
@@ -165,7 +165,7 @@ def test_prefetch_copies_pages_of_one_group_where_others_have_few(
 
 
 def test_prefetch_copies_pages_of_one_group_where_another_has_no_room() -> None:
-    """Holes that one group left in extents of its own are of no use to another, which has taken all the rest."""
+    """Holes in one group's extents are of no use to the other group, which has taken everything else."""
     spec = pagoda.ModelSpec(layers=[layer(), layer(num_kv_heads=4, window=16)])
     options: dict[str, Any] = {"host_memory": "4MiB", "threads": 1, "headroom": 0, "spill": False}
     with pagoda.Cache(spec, page_size=16, device_memory="1MiB", **options) as cache:
@@ -194,7 +194,7 @@ def test_prefetch_copies_pages_of_one_group_where_another_has_no_room() -> None:
 
 
 def test_a_step_waits_for_room_that_its_caller_is_making() -> None:
-    """Pages that are being demoted cannot be spilled as well, and soon they are gone."""
+    """Pages being demoted cannot be spilled too, and will soon be gone."""
     with pagoda.Cache(pagoda.ModelSpec([layer(head_dim=128)]), device_memory="48MiB", host_memory="256MiB") as cache:
         rows = np.ones((40000, 2, 128), np.float32)
         for _ in range(3):
@@ -208,7 +208,7 @@ def test_a_step_waits_for_room_that_its_caller_is_making() -> None:
 
 @pytest.mark.parametrize("way", ["there", "back"])
 def test_a_step_waits_for_pages_that_cannot_leave_before_they_have_arrived(way: str) -> None:
-    """Or before they have been copied."""
+    """Or before their copies are finished."""
     with pagoda.Cache(pagoda.ModelSpec([layer(head_dim=128)]), device_memory="48MiB", host_memory="256MiB") as cache:
         rows, one, other = np.ones((40000, 2, 128), np.float32), cache.create(), cache.create()
 
@@ -300,7 +300,7 @@ def test_a_context_larger_than_the_device_spills_and_is_attended_to_in_full() ->
 
 
 def grow(cache: pagoda.Cache, sequence: pagoda.Sequence, pages: int) -> None:
-    """Appends whole pages of 16 tokens to the only layer, and waits for what leaves because of them."""
+    """Appends whole pages of 16 tokens to the only layer, and waits for the moves that they cause."""
     rows = np.zeros((16 * pages, 2, 16), np.float16)
     with cache.step([sequence], [16 * pages]) as step:
         step.append(0, rows, rows)
@@ -308,14 +308,14 @@ def grow(cache: pagoda.Cache, sequence: pagoda.Sequence, pages: int) -> None:
 
 
 def pages_on_device(sequence: pagoda.Sequence, cache: pagoda.Cache) -> list[int]:
-    """Numbers of a sequence's pages that are there."""
+    """Indices of a sequence's pages on the device."""
     pages = range(len(sequence) // 16)
     return [page for page in pages if cache.plan(sequence, "host", (16 * page, 16 * page + 16)).copies]
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_rested_longest_leaves_first_and_of_a_sequence_the_oldest_pages(again: bool) -> None:
-    """Whether it was created first, or stepped last; pages of the batch only after all that rests."""
+    """By the last step, not by creation; pages of the batch leave only after all resting ones."""
     spec = pagoda.ModelSpec(layers=[layer()])
     with pagoda.Cache(spec, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
         resting = [cache.create() for _ in range(3)]
@@ -340,7 +340,7 @@ def test_what_rested_longest_leaves_first_and_of_a_sequence_the_oldest_pages(aga
 
 
 def test_room_is_made_for_a_page_of_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a batch whose sequences all begin a page at the same step."""
+    """All sequences of a batch begin a page in the same step."""
     spec = pagoda.ModelSpec(layers=[layer()])
     with pagoda.Cache(spec, page_size=16, device_memory="512KiB", host_memory="8MiB", threads=1) as cache:
         waits: list[int] = []
@@ -358,7 +358,7 @@ def test_room_is_made_for_a_page_of_each_sequence(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("windowed", [False, True])
 def test_nothing_moves_for_a_step_that_the_device_could_never_hold(windowed: bool) -> None:
-    """Each sequence of a step writes to a page of each layer group: there would be too few were all else gone."""
+    """Each sequence of a step writes to a page of each layer group: they would not fit even in an empty device tier."""
     spec = pagoda.ModelSpec(layers=[layer(), layer(window=40)] if windowed else [layer()])
     with pagoda.Cache(spec, page_size=16, device_memory="256KiB", host_memory="4MiB", threads=1) as cache:
         mirror = Mirror(cache)
@@ -375,7 +375,7 @@ def test_nothing_moves_for_a_step_that_the_device_could_never_hold(windowed: boo
 
 @pytest.mark.usefixtures("names_the_cpu")
 def test_no_room_is_made_below_for_pages_that_stay_where_they_are(tmp_path: Path) -> None:
-    """The open pages of a batch fill a device: what rests in the host tier, which has room, does not go to disk for that."""
+    """The open pages of a batch fill the device. Pages that rest in the host tier, which has room, must not go to disk."""
     spec = pagoda.ModelSpec(layers=[layer()])
     options: dict[str, Any] = {"device": "cpu", "device_memory": "64KiB", "host_memory": "256KiB"}
     options |= {"disk": tmp_path / "disk", "disk_memory": "4MiB"}
@@ -398,7 +398,7 @@ def test_no_room_is_made_below_for_pages_that_stay_where_they_are(tmp_path: Path
 
 
 def test_pages_leave_ahead_of_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step waits for room; of what rests an eighth of the tier goes at once, of the batch no more than a 32nd."""
+    """No step waits for room. Resting pages leave until an eighth of the tier is free, pages of the batch until a 32nd is."""
     spec = pagoda.ModelSpec(layers=[layer()])
     with pagoda.Cache(spec, page_size=16, device_memory="512KiB", host_memory="4MiB", threads=1) as cache:
         waits: list[int] = []
@@ -420,7 +420,7 @@ def test_pages_leave_ahead_of_need(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted_plans(cache: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows with every plan that is made from now on to make room."""
+    """A list that grows with every plan made from now on to make room."""
     plans: list[str] = []
 
     class Counting:
@@ -437,7 +437,7 @@ def counted_plans(cache: pagoda.Cache, monkeypatch: pytest.MonkeyPatch) -> list[
 def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Open pages do not go to disk: without a host tier many sequences that rest keep the device below its mark for good."""
+    """Open pages do not go to disk: without a host tier, many resting sequences keep free memory below the mark for good."""
     spec = pagoda.ModelSpec(layers=[layer()])
     options: dict[str, Any] = {"device": "cpu", "device_memory": "256KiB", "host_memory": 0}
     options |= {"disk": tmp_path / "disk", "disk_memory": "4MiB"}
@@ -460,9 +460,9 @@ def test_sequences_with_nothing_to_move_are_not_looked_through_at_every_step(
 def test_making_room_looks_at_what_moves_and_not_at_all_that_rest(
     on_disk: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Hundreds have left the device: a batch that grows there plans for none of them.
+    """Hundreds of sequences have left the device: a growing batch makes no plans for them.
 
-    Nothing goes to disk by itself beside a device without a ring.
+    With a device that has no ring, nothing goes to disk by itself.
     """
     spec = pagoda.ModelSpec(layers=[layer()])
     disk: dict[str, Any] = {"device": "cpu", "disk": tmp_path / "disk", "disk_memory": "16MiB"} if on_disk else {}
@@ -489,7 +489,7 @@ def test_making_room_looks_at_what_moves_and_not_at_all_that_rest(
 def test_what_a_batch_has_on_disk_is_not_looked_for_sequence_by_sequence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One of many has more there than fits in memory, and the batch is another at every step."""
+    """One of many sequences has more on disk than fits in memory, and the batch changes at every step."""
     spec = pagoda.ModelSpec(layers=[layer(), layer(window=40)])
     options: dict[str, Any] = {"device": "cpu", "device_memory": "256KiB", "host_memory": 0}
     options |= {"disk": tmp_path / "disk", "disk_memory": "16MiB"}
@@ -512,7 +512,7 @@ def test_what_a_batch_has_on_disk_is_not_looked_for_sequence_by_sequence(
 def test_pages_that_move_or_stay_are_counted_without_a_list_of_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A step over sequences that were at rest asks how much of them is left on disk, which may be nearly all."""
+    """A step over sequences that were resting asks how much of them is left on disk, which may be nearly all."""
     spec = pagoda.ModelSpec(layers=[layer()])
     options: dict[str, Any] = {"device": "cpu", "device_memory": "32KiB", "host_memory": "32KiB"}
     options |= {"disk": tmp_path / "disk", "disk_memory": "4MiB"}
@@ -554,7 +554,7 @@ def test_pages_that_move_or_stay_are_counted_without_a_list_of_them(
 
 
 def test_memory_follows_the_context() -> None:
-    """The arenas are reserved at once, but touched as they are used, and given back."""
+    """Arenas are reserved at once, but memory is touched only as it is used, and given back."""
     spec = pagoda.ModelSpec(layers=[layer(num_q_heads=8, num_kv_heads=8, head_dim=128)] * 4)
     process = psutil.Process()
     with pagoda.Cache(spec, device="cpu", device_memory="1GiB", host_memory="8GiB", threads=1) as cache:
@@ -592,7 +592,7 @@ def test_a_step_that_could_never_be_served_moves_no_page(tmp_path: Path) -> None
 
 
 def test_a_cache_that_nobody_holds_gives_its_memory_back() -> None:
-    """No reference cycle keeps it alive until the garbage collector comes."""
+    """No reference cycle keeps it alive until garbage collection."""
     gone = weakref.ref(cache := pagoda.Cache(SPEC, threads=1))
     sequence = cache.create()
     with cache.step([sequence], [0]):

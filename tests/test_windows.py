@@ -46,7 +46,7 @@ def test_sinks_and_a_window_are_what_attention_sees(
     deterministic: bool,
     seed: int,
 ) -> None:
-    """Exactly these tokens, in chunks of any size; NoPE layers beside rotated ones, and layers with a window of their own."""
+    """Exactly these tokens, in chunks of any size, with rotated and NoPE layers and a layer with its own window."""
     layers = [layer(rope=rope), layer(rope=rope, window=30), layer()]
     options: dict[str, Any] = {"page_size": page_size, "k_dtype": dtype, "deterministic": deterministic}
     with open_cache(layers, retention=retention, headroom=headroom, **options) as cache:
@@ -60,7 +60,7 @@ def test_sinks_and_a_window_are_what_attention_sees(
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("positions", ["original", "cache"])
 def test_chunks_change_no_bit_in_deterministic_mode(positions: str, deterministic: bool, emulated: bool) -> None:
-    """And otherwise little: what has left, and when, does not matter."""
+    """In other modes results change little. Which pages have left, and when, does not matter."""
     rng = np.random.default_rng(3)
     total, retention = 700 if emulated else 1500, pagoda.SinkWindow(20, 300, positions)
     rows = [rng.standard_normal((total, heads, 16), np.float32) for heads in (4, 2, 2)]
@@ -84,7 +84,7 @@ def test_chunks_change_no_bit_in_deterministic_mode(positions: str, deterministi
 
 @pytest.mark.parametrize("context", [8192, 32768, 131072])
 def test_a_ring_is_exact_far_past_its_window(context: int, emulated: bool) -> None:
-    """Alternating windowed and full layers in one budget: the full ones grow, the others do not."""
+    """Windowed and full layers alternate in one budget: only the full ones grow."""
     if emulated and context > 8192:
         pytest.skip("takes minutes")
     rng = np.random.default_rng(context)
@@ -111,7 +111,7 @@ def test_a_ring_is_exact_far_past_its_window(context: int, emulated: bool) -> No
 
 
 def generate(cache: pagoda.Cache, sequence: pagoda.Sequence, tokens: int) -> list[Any]:
-    """Token after token; what the cache holds after every 1000: bytes used and free, and columns of tables."""
+    """Generates tokens; after every 1000, notes bytes used and free, and columns of tables."""
     seen = []
     rows = [np.ones((1, heads, 16), np.float32) for heads in (4, 2, 2)]
     batch = cache.batch([sequence])
@@ -164,7 +164,7 @@ def test_memory_is_constant(tokens: int, positions: str, emulated: bool) -> None
         assert max(used for used, *_ in late) == max(used for used, *_ in early)
         kept = (40 // 64 + 1 + (200 + 64) // 64 + 2, (100 + 64) // 64 + 2)
         assert max(used for used, *_ in seen) <= np.dot(cache.stats().block_bytes, kept)
-        # Entries of what has left go a run of 4096 tokens at a time.
+        # Table entries of pages that have left go in runs of 4096 tokens.
         assert all(columns <= 4096 // 64 + most for _, *row in seen for columns, most in zip(row, kept, strict=True))
         assert len(sequence) == tokens
         with cache.step([sequence], [1]) as step:
@@ -174,7 +174,7 @@ def test_memory_is_constant(tokens: int, positions: str, emulated: bool) -> None
 
 
 def test_speculation_is_taken_back_within_the_headroom() -> None:
-    """Rejected tokens cost nothing; accepted ones can be taken back as far as the headroom goes, and no farther."""
+    """Rejected tokens cost nothing; accepted ones can be taken back within the headroom, and no farther."""
     with open_cache([layer(window=40), layer()], headroom=24) as cache:
         mirror = Mirror(cache)
         tokens = mirror.create()
@@ -217,7 +217,7 @@ def test_forks_keep_what_each_of_them_needs() -> None:
 
 
 def test_pages_of_a_window_move_between_tiers() -> None:
-    """Those that are there; a page may leave while it is on the way, or on the host."""
+    """A page may leave the window while it is being moved, or on the host."""
     with open_cache([layer(window=60), layer()], retention=pagoda.SinkWindow(20, 80)) as cache:
         mirror = Mirror(cache, np.random.default_rng(2))
         tokens = mirror.create()
@@ -261,7 +261,7 @@ def test_dropping_works_on_what_is_there() -> None:
 
 
 def test_sinks_follow_a_window_that_was_cut() -> None:
-    """A context shift besides: tokens before it have moved, and the sinks trail on top of that."""
+    """A context shift moves the tokens before it; sinks trail in addition."""
     rng = np.random.default_rng(9)
     sinks, window, total = 5, 30, 200
     retention = pagoda.SinkWindow(sinks, window, "cache")
@@ -276,7 +276,7 @@ def test_sinks_follow_a_window_that_was_cut() -> None:
         with cache.step([sequence], [1]) as step:
             out, lse = step.forward(0, q, k[total:], v[total:], return_lse=True)
     left = np.r_[0:100, 110:190, 195 : total + 1]
-    # Where a key seems to be: at its place among those left, counted back from the query; sinks right before the window.
+    # Where a key is seen: at its rank among those left, counted back from the query; sinks right before the window.
     place = total - np.arange(len(left))[::-1]
     place[:sinks] = total - window - np.arange(sinks)[::-1]
     keys = np.stack([rotated(k[at].astype(np.float64), ROPE, int(to - at)) for at, to in zip(left, place, strict=True)])
@@ -300,7 +300,7 @@ def test_what_a_cache_cannot_keep(options: dict[str, Any], message: str) -> None
 
 
 def test_a_layer_sees_no_farther_than_what_its_owner_keeps() -> None:
-    """Beyond that it would see what pages happen to be left, and not what its window says."""
+    """Beyond that, what it sees would depend on which pages are left, not on its window."""
     owned = [layer(), layer(kv_owner=0, window=60), layer(kv_owner=0)]
     for retention, limit in ((pagoda.SinkWindow(0, 59), "at most 59"), (pagoda.SinkWindow(1, 60), "none")):
         with pytest.raises(pagoda.InvalidArgument, match=rf"layers\[1\].window = 60: {limit}"):

@@ -20,13 +20,13 @@ from pagoda.device import ring
 PAGE, MEMORY = 16, 1 << 20
 SPEC = pagoda.ModelSpec(layers=[layer(), layer()])
 SECRET, OTHER = 0x5AA5, 0x4BB4
-"""Bits of the float16 that every K and V of a sequence is."""
+"""Bits of the one float16 value that fills K and V of a sequence."""
 SECRETS = count(0x5100)
-"""Such that no earlier test has left anywhere in this process."""
+"""Values that no earlier test has left anywhere in this process."""
 
 
 class World:
-    """A cache with two sequences whose pages lie between each other, so that no extent is empty before both are gone."""
+    """A cache with two sequences whose pages alternate, so that no extent is empty before both are gone."""
 
     def __init__(self, zero_on_free: bool, disk: Path | None, secret: int = SECRET, **options: Any) -> None:
         if disk is not None:
@@ -38,14 +38,14 @@ class World:
         for _ in range(8):
             self.append(self.secret, secret)
             self.append(self.other, OTHER)
-        # The first page on the host lies where its memory begins.
+        # The first page on the host lies at the start of its memory.
         self.bases = {"device": self.base(self.secret)}
         self.move(self.secret, "host")
         self.bases["host"] = self.base(self.secret)
         self.move(self.secret, "device")
 
     def append(self, sequence: pagoda.Sequence, bits: int, new: int = PAGE, accepted: int | None = None) -> None:
-        # Numbers of another type, so that their bits are in the pages alone, not in memory of Python.
+        # The rows have another type, so that the bits are only in pages, not in Python's memory.
         rows = np.full((new, 2, 16), np.uint16(bits).view(np.float16).astype(np.float32), np.float32)
         with self.cache.step([sequence], [new]) as step:
             for index in range(len(SPEC.layers)):
@@ -59,7 +59,7 @@ class World:
         assert self.cache.execute(plan).wait(60)
 
     def base(self, sequence: pagoda.Sequence) -> int:
-        """The lowest address of its pages."""
+        """The lowest address of the sequence's pages."""
         with self.cache.step([sequence], [0]) as step:
             return int(step.table(0).pointers.min())
 
@@ -67,7 +67,7 @@ class World:
         engine = self.cache._device
         if engine is None or tier == "host":
             return ctypes.string_at(self.bases[tier], MEMORY)
-        # Without the ring, which comes off the budget.
+        # The budget without the ring.
         size = engine._memory.device_bytes
         pinned, stream = engine._driver.pinned(size), engine._driver.stream()
         if engine._zeroed is not None:
@@ -85,7 +85,7 @@ class World:
         return nameless(self.disk).read_bytes()
 
     def found(self, bits: int) -> dict[str, int]:
-        """How often the numbers of a sequence are there, by tier."""
+        """How often the value of a sequence is found, by tier."""
         settled(self.cache)
         memory = {tier: found(self.memory(tier), bits) for tier in ("device", "host")}
         return memory | {"disk": self.found_in_file(bits)}
@@ -95,7 +95,7 @@ class World:
 
 
 def found_in_process(bits: int) -> int:
-    """How often eight such numbers stand side by side anywhere in memory of this process that no file is behind."""
+    """How often eight such values in a row are found in this process's anonymous memory."""
     row, total = np.uint16(bits), 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, mode, _, _, inode, *_ = line.split()
@@ -111,7 +111,7 @@ def found_in_process(bits: int) -> int:
 
 
 def found(data: bytes, bits: int) -> int:
-    """How often eight such numbers stand side by side."""
+    """How often eight such values in a row are found."""
     row: npt.NDArray[np.uint16] = np.full(8, bits, np.uint16)
     return data.count(row.tobytes())
 
@@ -129,7 +129,7 @@ def dropped(world: World) -> None:
 
 
 def overwritten_by_none(world: World) -> None:
-    """Tokens that are not accepted lie in pages that are given back."""
+    """Rejected tokens lie in pages that are given back."""
     world.secret.release()
     world.append(world.other, SECRET, new=4 * PAGE, accepted=0)
 
@@ -215,7 +215,7 @@ def test_nothing_is_left_on_disk(scene: Callable[[World], None], zero_on_free: b
 
 
 def attended(world: World) -> None:
-    """Through the ring: read ahead for a step to come, too."""
+    """Attends through the ring, which also reads ahead for the next step."""
     for _ in range(2):
         q = np.ones((1, 4, 16), np.float32)
         with world.cache.step([world.secret, world.other], [1, 0]) as step:
@@ -242,7 +242,7 @@ def attended_and_moved(world: World) -> None:
 def test_nothing_is_left_where_pages_passed_through(
     scene: Callable[[World], None], zero_on_free: bool, tmp_path: Path
 ) -> None:
-    """The memory of the disk's threads, and the ring that steps read into: all that this process has."""
+    """Searches all memory of this process: that of the disk's threads and the ring that steps read into."""
     secret = next(SECRETS)
     world = World(zero_on_free, tmp_path / "pages", secret, spill=False, device="cpu")
     with world.cache as cache:
@@ -256,7 +256,7 @@ def test_nothing_is_left_where_pages_passed_through(
 
 
 def loaded_tail(world: World) -> None:
-    """An open page goes by way of the stage as well."""
+    """An open page passes through the stage too."""
     world.append(world.secret, SECRET, new=3)
     world.cache.save(world.secret, "it")
     world.secret.release()
@@ -270,7 +270,7 @@ def loaded_tail(world: World) -> None:
 def test_nothing_is_left_where_pages_pass_between_disk_and_device(
     scene: Callable[[World], None], zero_on_free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stage and the ring of pinned memory, of which any device is shown to have some."""
+    """Searches pinned memory: the stage and the ring for pages on disk."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     world = World(zero_on_free, tmp_path / "pages", spill=False, device="cuda", resume=True)
     with world.cache as cache:
@@ -286,14 +286,14 @@ def test_nothing_is_left_where_pages_pass_between_disk_and_device(
 def world_with_ring(
     zero_on_free: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[World, Callable[[int], int]]:
-    """On an emulated device, whose ring is as small as one layer of a few pages; and how often the numbers of a sequence are
-    in it once the device has done all its work, of closed caches, too."""
+    """A world on an emulated device with a ring of a few pages of one layer, and a function that counts a sequence's value in
+    the ring once the device has done all its work, even after the cache is closed."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     monkeypatch.setattr(ring, "SLOT_BYTES_MIN", 1)
     world = World(zero_on_free, disk, spill=False, device="cuda")
     assert world.cache._device is not None
     slots = world.cache._device._streams.ring
-    # Nobody else gets it as long as it is held.
+    # The reference keeps the memory from being reused.
     memory, size = slots._memory, len(slots) * slots.slot_bytes
     assert memory is not None
 
@@ -315,7 +315,7 @@ def closed(world: World) -> None:
 def test_nothing_is_left_where_pages_pass_on_a_device(
     scene: Callable[[World], None], tier: str, zero_on_free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ring in its memory: both slots have the secret in turn, and what is ahead."""
+    """Searches the ring in device memory: both slots hold the secret in turn, also for pages read ahead."""
     world, in_ring = world_with_ring(zero_on_free, tmp_path / "pages", monkeypatch)
     with world.cache as cache:
         world.move(world.other, tier)
@@ -333,7 +333,7 @@ def test_nothing_is_left_where_pages_pass_on_a_device(
 def test_what_is_ahead_of_a_step_is_brought_again_once_it_was_zeroed(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device, whose ring has pages of one sequence for the next step when those of another are let go of."""
+    """On a device whose ring holds one sequence's pages for the next step when another sequence is released."""
     world, in_ring = world_with_ring(True, tmp_path / "pages", monkeypatch)
 
     def outputs() -> list[npt.NDArray[np.float32]]:
@@ -346,7 +346,7 @@ def test_what_is_ahead_of_a_step_is_brought_again_once_it_was_zeroed(
     with world.cache as cache:
         world.move(world.secret, tier)
         world.move(world.other, tier)
-        # In a page that has room, so that a step changes none of what is brought.
+        # In an open page with room, so that a step changes none of the pages in the ring.
         world.append(world.other, OTHER, new=1)
         before = outputs()
         assert in_ring(OTHER) > 0, "it is needed for the next step"
@@ -360,14 +360,14 @@ def test_what_is_ahead_of_a_step_is_brought_again_once_it_was_zeroed(
 def test_ctrl_c_while_blocks_are_zeroed_leaves_nothing_of_them(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device, which is told what to zero: what it was not told is asked for again. So is the ring in its memory."""
+    """On a device, which is told what to zero: an interrupted request is made again, for its ring as well."""
     world, in_ring = world_with_ring(True, tmp_path / "pages", monkeypatch)
     with world.cache as cache:
         for after in count(0, 3 if tier == "device" else 13):
             if tier != "device":
                 world.move(world.secret, tier)
                 attended(world)
-                # Of the steps nothing is left to be waited for.
+                # Afterwards no step is left to wait for.
                 settled(cache)
             world.secret.release()
             came = interrupted(cache.stats, after)
@@ -401,7 +401,7 @@ def test_what_is_forgotten_or_saved_over_is_gone(zero_on_free: bool, tmp_path: P
 
 
 def test_opening_zeroes_what_nothing_is_kept_of(tmp_path: Path) -> None:
-    """What a process has left that was killed, or did not zero."""
+    """Data left by a process that was killed or did not zero."""
     world = World(False, tmp_path / "kept", resume=True)
     with world.cache as cache:
         cache.save(world.other, "other")

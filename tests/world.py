@@ -28,13 +28,13 @@ Array = npt.NDArray[Any]
 TILE, RUN_TILES = 64, 64
 DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 QUANTISED = {name: ours for ours, name in instances.QUANTISED.items()}
-"""Formats of quantised rows, as the CPU's codec has them: tests/test_formats.py holds that against others."""
+"""Formats of quantised rows, by the CPU's codec, which tests/test_formats.py compares with others."""
 NOWHERE = 0xBFFFFFF0
 """A table entry of the disk tier, which has no memory."""
 
 
 def stored(rows: Array, kind: str) -> tuple[Array, Array, Array]:
-    """Rows [n, dim] in a format: their bytes and those of their scales, and the numbers that they stand for."""
+    """Rows [n, dim] in a format: their bytes, the bytes of their scales, and the numbers that both represent."""
     if kind in QUANTISED:
         name, dim = QUANTISED[kind], rows.shape[1]
         data, scales = _core.encode_rows(np.ascontiguousarray(rows, np.float32), name)
@@ -46,7 +46,7 @@ def stored(rows: Array, kind: str) -> tuple[Array, Array, Array]:
 
 @dataclass
 class Plane:
-    """K or V of a layer inside a block: where rows and scales begin, and the bytes of one of each."""
+    """K or V of a layer inside a block: where rows and scales begin, and the bytes per row of each."""
 
     offset: int
     page_size: int
@@ -65,7 +65,7 @@ class Plane:
 
     @property
     def end(self) -> int:
-        """Strips begin at multiples of 16; only scales may end elsewhere."""
+        """Rounded up: strips begin at multiples of 16, and only scales may end elsewhere."""
         return -(-(self.scales + self.page_size * self.heads * self.scale_bytes) // 16) * 16
 
     @property
@@ -74,7 +74,7 @@ class Plane:
         return arguments.Plane(*(arguments.Strip(*strip) for strip in strips))
 
     def write(self, block: Array, head: int, row: int, data: Array, scales: Array) -> None:
-        """A row and its scales into the bytes of a block."""
+        """Writes a row and its scales into the bytes of a block."""
         place = head * self.page_size + row
         for start, part in (
             (self.offset + place * self.row_bytes, data),
@@ -93,7 +93,7 @@ class Shape:
     dim: int
     v_dim: int
     engine: str = "decode"
-    """"cores", or one of CUTS."""
+    """"cores", or a key of CUTS."""
 
     @property
     def name(self) -> str:
@@ -122,7 +122,7 @@ class Shape:
 
 
 FEW = {"few": "1, 3", "decode": "2, 3"}
-"""Blocks of queries, and stages."""
+"""Template arguments of engines for few queries: blocks of queries, stages."""
 
 CUTS = FEW | {
     "prefill": "4, 1, 1, 2",
@@ -133,7 +133,7 @@ CUTS = FEW | {
     "wide": "8, 2, 1, 2",
     "wide columns": "8, 4, 2, 2",
 }
-"""And for many queries warps, columns, stack and stages: engines on tensor cores."""
+"""Template arguments of all engines on tensor cores; those for many queries have warps, columns, stack, stages."""
 
 
 def append_kernel(formats: tuple[str, ...]) -> str:
@@ -147,7 +147,7 @@ def compiled(
     compile: Callable[..., emulator.Library] = emulator.compile,
     **options: Any,
 ) -> emulator.Library:
-    """Kernels for attention of shapes, and for appending rows in formats, under their names; and their constants."""
+    """Kernels that attend, named by shape, and that append, named by their formats, with constants."""
     kernels, constants = {}, {}
     for shape in shapes:
         kernels[shape.name] = f"pagoda::attend<{shape.type}>"
@@ -168,9 +168,9 @@ class Span:
     offset: int = 0
     sight: Sight = Sight.IN_WINDOW
     start: int = 0
-    """Of a span that trails: queries behind this place see it nearer."""
+    """For a trailing span: queries after this position see it nearer."""
     position: int = 0
-    """That its first token was stored with, where keys are made from values."""
+    """With which its first token was stored, where keys are derived from values."""
 
     def offset_for(self, position: int) -> int:
         return self.offset + (max(0, position - self.start) if self.sight == Sight.TRAILING else 0)
@@ -194,7 +194,7 @@ def one(count: int, new: int = 1) -> Sequence:
 
 @dataclass
 class Common:
-    """Whole pages, tokens [low, high), that several sequences of one span hold."""
+    """Whole pages, tokens [low, high), that several sequences, each of one span, share."""
 
     members: list[int]
     low: int
@@ -218,15 +218,15 @@ class World:
     seed: int = 0
     commons: list[Common] = field(default_factory=list)
     mean: float = 0.0
-    """Of what is stored."""
+    """Of the stored rows."""
     keep: list[Guarded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng([self.seed, len(self.sequences)])
         page, heads = self.page_size, self.kv_heads
-        # Of the second layer, behind as many bytes of the first.
+        # Planes are the second layer's, after as many bytes of the first.
         k, v = self.shape.k, self.shape.k if self.shape.v_in_k else self.shape.v
-        # The rows that are stored: of K and V, of K alone, or of V alone.
+        # Stored rows: K and V, only K, or only V.
         self.kinds = [] if self.shape.k_from_v else [(k, self.shape.dim)]
         self.kinds += [] if self.shape.v_in_k else [(v, self.shape.v_dim)]
         layer_bytes = 0
@@ -247,7 +247,7 @@ class World:
             self.keys.append(np.zeros((sequence.length, heads, self.shape.dim)))
             self.values.append(np.zeros((sequence.length, heads, self.shape.v_dim)))
             page_index = before = 0
-            # What a sequence holds does not depend on the others.
+            # The rows of a sequence do not depend on the other sequences.
             content = np.random.default_rng([self.seed, index, 1])
             for span, count in zip(sequence.spans, pages[index], strict=True):
                 self.write_rows(index, span, page_index, before, content)
@@ -275,7 +275,7 @@ class World:
         self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
 
     def place_pages(self, counts: list[int], rng: np.random.Generator) -> None:
-        """Gives each page of each sequence a block of its own, anywhere in the arenas."""
+        """Gives each page of each sequence its own block, anywhere in the arenas."""
         blocks = sum(counts) + 3
         self.arenas = [self.guarded((blocks * self.block_bytes,), np.uint8) for _ in range(2)]
         places = [tier << 30 | block for tier in range(2) for block in range(blocks)]
@@ -288,7 +288,7 @@ class World:
             at += count
 
     def write_rows(self, index: int, span: Span, page_index: int, before: int, content: np.random.Generator) -> None:
-        """Random rows for a span of a sequence, into its blocks and, as they are stored, into `keys` and `values`."""
+        """Writes random rows of a span to its blocks and, as stored, to `keys` and `values`."""
         page, keys, values = self.page_size, self.keys[index], self.values[index]
         planes = [self.k_plane, self.v_plane][-len(self.kinds) :]
         for t in range(span.count):
@@ -309,7 +309,7 @@ class World:
                     plane.write(place, head, row % page, data[head], scales[head])
 
     def share_common_pages(self) -> None:
-        """Members of a common prefix have the pages of the first of them."""
+        """Gives all members of a common prefix the first one's pages."""
         for common in self.commons:
             first, *others = common.members
             pages = slice(common.low // self.page_size, common.high // self.page_size)
@@ -321,7 +321,7 @@ class World:
 
     @property
     def set_heads(self) -> int:
-        """Query heads of a unit."""
+        """Query heads per unit."""
         return self.group // self.sets
 
     def guarded(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Guarded:
@@ -335,12 +335,12 @@ class World:
         return array
 
     def holder(self, index: int, token: int) -> int:
-        """The first of the sequences that hold a token's page."""
+        """The first sequence that holds a token's page."""
         held = [c.members[0] for c in self.commons if index in c.members and c.low <= token < c.high]
         return held[0] if held else index
 
     def common_work(self, rows: int) -> tuple[Array, Array, Array]:
-        """Blocks, prefix and members of what goes over common pages."""
+        """Blocks, prefix and members of the work over common pages."""
         blocks, prefix = [], [0]
         members: list[int] = []
         tokens = np.cumsum([0, *(sequence.new for sequence in self.sequences)])
@@ -357,8 +357,8 @@ class World:
         return np.array(blocks, arguments.QUERY_BLOCK), np.array(prefix, np.int32), np.array(members, np.int32)
 
     def work(self, by_runs: bool, tokens: range, carried: dict[int, int]) -> tuple[Array, Array, Array]:
-        """What `pagoda_core::work::WorkList` makes of the batch, as far as a launch goes over some tokens: blocks, prefix,
-        rows of parts. carried: the part of each block, by its first query, if an earlier launch has left one."""
+        """The work list as `pagoda_core::work::WorkList` makes it, for a launch over `tokens`: blocks, prefix, rows of parts.
+        carried: the part that an earlier launch left for a block, by the block's first query."""
         blocks, prefix, token = [], [0], 0
         part_rows: list[int] = []
         members = self.common_work(self.shape.rows)[2].tolist()
@@ -420,7 +420,7 @@ class World:
         stops: Iterable[int] = (),
     ) -> tuple[Array, Array]:
         """Output and log-sum-exp of the kernel. stretch: tiles that a team adds up at once. stops: tokens at which one launch
-        stops, and the next goes on."""
+        ends and the next continues."""
         heads = self.kv_heads * self.group
         out = self.guarded((self.tokens, heads, self.shape.v_dim), DTYPES[self.shape.q])
         lse = self.guarded((self.tokens, heads), np.float32)
@@ -524,9 +524,9 @@ class World:
     def compare(self, library: emulator.Library, grid: int, **options: Any) -> None:
         out, lse = self.attend(library, grid, **options)
         right, right_lse = self.expected()
-        # Float queries get float accuracy; 16-bit ones that of their own type.
+        # Accuracy is that of the queries' type.
         tolerance = {"F32": 3e-5, "F16": 2e-3, "BF16": 2e-2}[self.shape.q]
-        # To 16-bit queries keys that are made from values are f16.
+        # For 16-bit queries, keys derived from values are f16.
         of_scores = 4 if self.shape.k_from_v else 10
         np.testing.assert_allclose(out.astype(np.float64), right, rtol=0, atol=tolerance)
         np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, tolerance / of_scores))
@@ -544,7 +544,7 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
     v_plane = Plane.of(v_kind, v_dim, k_plane.end, page_size, heads)
     block_bytes = v_plane.end
     arena = Guarded((blocks, block_bytes), np.uint8)
-    # Columns of one array, as a fused projection gives them; aligned to an element or to several.
+    # K and V are columns of one array, as from a fused projection, aligned to one element or several.
     fused = Guarded((tokens, heads, dim + v_dim + (3 if page_size == 8 else 8)), given)
     with np.errstate(over="ignore"):
         fused.array[...] = (rng.standard_normal(fused.array.shape) * 1000).astype(given)
@@ -587,7 +587,7 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
                 if slot >= 0:
                     plane.write(right[slot // page_size], head, slot % page_size, data[0], scales[0])
     wrong = np.flatnonzero(arena.array != right)
-    # NaN may carry other bits, but in scales.
+    # NaN may have other bits, except in scales.
     assert len(wrong) <= 4 * (not set(formats[:2]) <= set(QUANTISED)), wrong
     assert misfit.array[0] == 1
     fused.array[3, 1, 5] = fused.array[4, 1, 6] = 1

@@ -25,10 +25,10 @@ HERE = Path(__file__).parent
 DEVICE_CODE = HERE.parent.parent / "cuda"
 INCLUDE = HERE / "include"
 FLAGS = ["-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-# What x86 forgives, or answers in another way than a GPU: emulator.cpp says so.
+# Operations that x86 allows or computes otherwise than a GPU; emulator.cpp reports them.
 FLAGS += ["-fsanitize=alignment,shift-exponent,float-cast-overflow"]
-# Where AddressSanitizer is loaded (`make test-memory`), a byte that is read outside of an array ends the process. Stacks are
-# those of fibers, of which it knows nothing.
+# Under AddressSanitizer (`make test-memory`), a read outside an array ends the process. Stacks are left out: they are those
+# of fibers, which it does not know.
 FORBID = getattr(ctypes.CDLL(None), "__asan_poison_memory_region", None)
 FLAGS += ["-fsanitize=address", "--param", "asan-stack=0"] if FORBID else []
 CANARY = 4096
@@ -36,7 +36,7 @@ POISON = 0xFF
 
 
 class EmulatorError(Exception):
-    """What a kernel did wrong."""
+    """An error of a kernel."""
 
 
 class Library:
@@ -47,7 +47,7 @@ class Library:
         self.add(path)
 
     def add(self, path: Path) -> None:
-        """Another program."""
+        """Adds another program."""
         self._programs.append(ctypes.CDLL(str(path)))
 
     def launch(
@@ -80,13 +80,13 @@ class Library:
 
 
 def require() -> None:
-    """Skips a test where there is no compiler; with PAGODA_REQUIRE_EMULATOR=1 it fails."""
+    """Skips the test if there is no compiler; with PAGODA_REQUIRE_EMULATOR=1 it fails."""
     if shutil.which("g++") is None:
         lack("g++ is not installed")
 
 
 def lack(what: str) -> None:
-    """Ends a test that the emulator cannot run here."""
+    """Skips or fails a test that the emulator cannot run here."""
     if os.environ.get("PAGODA_REQUIRE_EMULATOR") == "1":
         pytest.fail(what)
     pytest.skip(what)
@@ -100,9 +100,9 @@ def compile(
     device_code: Path = DEVICE_CODE,
     optimise: str = "-O1",
 ) -> Library:
-    """Compiles kernels, each a template instance that takes one struct, and constants. The result is kept on disk.
+    """Compiles kernels, each a template instance that takes one struct, and constants. The result is cached on disk.
 
-    optimise: at "-O0" compiling takes less time, and running kernels more."""
+    optimise: "-O0" compiles faster, and its kernels run slower."""
     for name, kernel in kernels.items():
         source += f"\nLAUNCHER({name}, ({kernel}))"
     source = with_constants(source, constants or {})
@@ -110,19 +110,19 @@ def compile(
 
 
 def with_constants(source: str, constants: Mapping[str, str]) -> str:
-    """A source, and functions that return constants."""
+    """A source with added functions that return constants."""
     functions = [f'extern "C" long long constant_{name}() {{ return {value}; }}' for name, value in constants.items()]
     return "\n".join([source, *functions])
 
 
 def program(source: str, known: list[str], options: list[str], optimise: str) -> Path:
-    """A program of C++ that says LAUNCHER(name, (kernel)) for each kernel. known: what it reads, besides the emulator."""
+    """Compiles C++ that has LAUNCHER(name, (kernel)) for each kernel. known: all that it includes besides the emulator."""
     require()
-    # Compiled beforehand, for to read it takes a fourth of the time of a kernel.
+    # A precompiled header: parsing it takes a quarter of the time that a kernel takes.
     header = _built(
         "h.gch", "#include <emulator.h>\n#include <launcher.h>", [*contents(INCLUDE), _version()], [optimise]
     )
-    # The emulator's own object file: to compile it takes as long as a kernel.
+    # An object file of its own: compiling the emulator takes as long as a kernel.
     machine = _built("o", (HERE / "emulator.cpp").read_text(), contents(INCLUDE), ["-O3", "-c"])
     options = [optimise, *options, "-include", str(header.with_suffix("")), "-shared", str(machine)]
     return _built("so", source, known, options)
@@ -130,18 +130,18 @@ def program(source: str, known: list[str], options: list[str], optimise: str) ->
 
 @cache
 def _version() -> str:
-    """Of the compiler: it takes no header that another has compiled."""
+    """The compiler's version: it rejects headers that another one has compiled."""
     return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def contents(folder: Path) -> list[str]:
-    """The name and text of every file, the same wherever the folder lies."""
+    """The relative path and text of every file."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [part for path in files for part in (str(path.relative_to(folder)), path.read_text())]
 
 
 def _built(suffix: str, source: str, known: list[str], options: list[str]) -> Path:
-    """What g++ makes of a program, which it reads with what is known. Raises EmulatorError."""
+    """Compiles a program with g++. known: the other inputs, for the hash. Raises EmulatorError."""
     language = "c++-header" if suffix.endswith("gch") else "c++"
 
     def build(path: Path) -> None:
@@ -152,13 +152,13 @@ def _built(suffix: str, source: str, known: list[str], options: list[str]) -> Pa
         if done.returncode:
             raise EmulatorError(done.stderr[:4000])
 
-    # Folders go by their contents.
+    # The contents of include folders are hashed, not their paths.
     flags = [option for option in (*FLAGS, *options) if not option.startswith("-I")]
     return kept(suffix, [source, *known, *flags], build)
 
 
 def kept(suffix: str, inputs: list[str], make: Callable[[Path], None]) -> Path:
-    """A file that stays on disk, under a hash of what it is made of."""
+    """A file cached on disk under a hash of its inputs."""
     folder = Path(tempfile.gettempdir()) / f"pagoda-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{hashlib.sha256(chr(0).join(inputs).encode()).hexdigest()[:32]}.{suffix}"
@@ -171,11 +171,11 @@ def kept(suffix: str, inputs: list[str], make: Callable[[Path], None]) -> Path:
 
 
 class Guarded:
-    """An array of poison (NaN in every float format), or of another byte, between canaries."""
+    """An array between canaries, filled with poison (NaN in every float format) or another byte."""
 
     def __init__(self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike, fill: int = POISON) -> None:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        # Zeros cost nothing until they are touched.
+        # Zeros take no memory until they are touched.
         self._bytes = np.zeros(size + 2 * CANARY + 4096, np.uint8)
         if fill:
             self._bytes.fill(fill)
@@ -191,7 +191,7 @@ class Guarded:
 
     @property
     def address(self) -> int:
-        """Of the first byte; aligned to 4096, as a disk wants it."""
+        """Of the first byte; aligned to 4096, as the disk tier needs it."""
         return int(self._bytes.ctypes.data + self._start)
 
     def check(self) -> None:

@@ -33,7 +33,7 @@ TYPES[np.dtype(ml_dtypes.bfloat16)] = "bf16"
 
 
 def numpy_view(name: str, array: Any) -> View:
-    """An array of NumPy. Raises InvalidArgument for anything else."""
+    """The view of a NumPy array. Raises InvalidArgument for anything else."""
     if not isinstance(array, np.ndarray):
         raise InvalidArgument(f"{name} = {type(array).__name__}: an array of NumPy")
     kind = TYPES.get(array.dtype, str(array.dtype))
@@ -41,19 +41,19 @@ def numpy_view(name: str, array: Any) -> View:
 
 
 def numpy_empty(shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
-    """`Driver.empty`, of NumPy."""
+    """`Driver.empty` for NumPy."""
     return np.empty(shape, np.float32 if dtype else like.dtype)
 
 
 @cache
 def of_sources(kernel: Kernel) -> emulator.Library:
-    """A library with one kernel, `kernel`."""
+    """A library with one kernel, named `kernel`, compiled from source."""
     return emulator.compile(_include(kernel), {"kernel": kernel.expression})
 
 
 @cache
 def of_ptx(kernel: Kernel) -> emulator.Library:
-    """The same by way of NVRTC."""
+    """The same, compiled by NVRTC."""
     return ptx.compile(_include(kernel), {"kernel": kernel.expression})
 
 
@@ -62,15 +62,14 @@ def _include(kernel: Kernel) -> str:
 
 
 PAGE_BYTES = 4096
-"""Of the system: memory begins at multiples of it."""
+"""The system's page size, to which memory is aligned."""
 
 POISONED_BYTES = 64 << 20
-"""Memory up to this is poisoned and lies between canaries; more would take too long."""
+"""Memory up to this size is poisoned and lies between canaries; more would take too long."""
 
 
 class Memory:
-    """Bytes of the device, or of the host as the device sees it. guarded: what lies between canaries, also when nobody has
-    it any more."""
+    """Bytes of the device, or of the host as the device sees it. guarded: arrays between canaries, also freed ones."""
 
     def __init__(self, size: int, fill: int, guarded: list[emulator.Guarded]) -> None:
         try:
@@ -78,7 +77,7 @@ class Memory:
                 guarded.append(emulator.Guarded(max(1, -(-size // 256) * 256), np.uint8, fill))
                 whole = guarded[-1].array
                 self.array: npt.NDArray[np.uint8] = whole[:size]
-                # What nobody has any more is somebody else's.
+                # Freed memory is poisoned: it may belong to others.
                 weakref.finalize(self.array, whole.fill, emulator.POISON).atexit = False
             else:
                 room = np.zeros(size + PAGE_BYTES, np.uint8)
@@ -90,7 +89,7 @@ class Memory:
 
 
 class HostArena(Memory):
-    """Memory of the host that was pinned in pieces; what was not is not there."""
+    """Host memory that is pinned in pieces; the device cannot reach the rest."""
 
     def __init__(self, size: int, piece: int, guarded: list[emulator.Guarded]) -> None:
         super().__init__(size, emulator.POISON, guarded)
@@ -107,13 +106,13 @@ class HostArena(Memory):
             return False
         for index in range(start // self.piece, (start + int(size) - 1) // self.piece + 1):
             if index not in self.pinned:
-                # As on a GPU: the system takes memory that somebody writes to.
+                # As on a GPU, where pinning makes the system provide the memory.
                 self.array[index * self.piece : (index + 1) * self.piece : 4096] = 0
                 self.pinned.add(index)
         return start % self.piece == 0
 
     def require(self, address: int, size: int) -> None:
-        """Raises EmulatorError for a copy of bytes of this arena that are not pinned, or not all in one piece."""
+        """Raises EmulatorError if a copy's bytes lie in this arena, but not all in one pinned piece."""
         start = address - self.address
         if 0 <= start < len(self.array):
             pieces = {start // self.piece, (start + size - 1) // self.piece}
@@ -131,13 +130,13 @@ class Event:
         self.stream, self.place = stream, place
 
     def done(self) -> bool:
-        """Looking lets some work be done, or none."""
+        """Whether it has been reached. Each query lets some work be done, or none."""
         self.stream.driver.refuse_in_graphs()
         self.stream.driver.work_a_little()
         return self.stream.finished >= self.place
 
     def wait(self) -> None:
-        """Does all that comes before."""
+        """Does all work before it."""
         self.stream.driver.refuse_in_graphs()
         self.stream.reach(self.place)
 
@@ -217,9 +216,9 @@ class Stream:
 
 
 class CallerStream(Stream):
-    """A stream of the caller, who reads results as NumPy arrays: it waits for attention, and for nothing else.
+    """A caller's stream. The caller reads results as NumPy arrays, so it waits for attention, and for nothing else.
 
-    To make it the current one, as CuPy's, has no effect.
+    Making it current, as with CuPy's streams, has no effect.
     """
 
     def __enter__(self) -> CallerStream:
@@ -236,42 +235,42 @@ class CallerStream(Stream):
             self.reach(len(self.work))
 
     def begin_capture(self) -> None:
-        """Kernels are written down and not run; anything else is refused."""
+        """From now on kernels are recorded instead of run; anything else is refused."""
         self.captured = []
 
     def end_capture(self) -> Graph:
-        """The kernels that were written down."""
+        """Returns the recorded kernels."""
         captured, self.captured = self.captured or [], None
         return Graph(self, captured)
 
 
 class Graph:
-    """Kernels that were captured."""
+    """Captured kernels."""
 
     def __init__(self, stream: CallerStream, work: list[Callable[[], None]]) -> None:
         self._stream, self._work = stream, work
 
     def launch(self) -> None:
-        """Runs them, and waits as the caller does."""
+        """Runs them, and waits as the caller would."""
         self._stream.work.extend(self._work)
         self._stream.reach(len(self._stream.work))
 
 
 class EmulatedDriver:
-    """One device. compile: gives it kernels."""
+    """One device. compile: compiles its kernels."""
 
     name = "emulated"
     multiprocessors = 3
     shared_bytes_max = 227 << 10
     free_bytes = 24 << 30
     copy_engine_bytes = 6 << 10
-    """Small enough that tests copy by both."""
+    """Small enough that tests use both ways of copying."""
     ring_bytes = 0
-    """All that is on the host goes through the ring, where there is one."""
+    """All pages on the host go through the ring, if there is one."""
 
     def __init__(self, seed: int = 0, compile: Callable[[Kernel], emulator.Library] = of_sources) -> None:
         self.random, self.compile = random.Random(seed), compile
-        # Threads may wait for it at once.
+        # Several threads may wait for the device at once.
         self.turn = threading.RLock()
         self.streams: list[Stream] = []
         self.guarded: list[emulator.Guarded] = []
@@ -281,29 +280,29 @@ class EmulatedDriver:
         self._kept: deque[Any] = deque(maxlen=1000)
 
     def work_a_little(self) -> None:
-        """Each stream may get on."""
+        """Lets each stream do some work, or none."""
         for stream in self.streams:
             if self.random.random() < 0.5:
                 stream.reach(self.random.randint(stream.finished, len(stream.work)))
 
     def catch_up(self) -> None:
-        """Does all work that is left."""
+        """Does all remaining work."""
         for stream in self.streams:
             stream.reach(len(stream.work))
 
     def check(self) -> None:
-        """Raises EmulatorError if something wrote past the end of any memory."""
+        """Raises EmulatorError if any memory was written outside its bounds."""
         for guarded in self.guarded:
             guarded.check()
 
     def refuse_in_graphs(self) -> None:
-        """Of calls that CUDA takes as unsafe while any stream is captured: to allocate, to load kernels, to look at events or
-        wait."""
+        """For calls that CUDA treats as unsafe while any stream is captured: allocating, loading kernels, querying events and
+        waiting."""
         for stream in self.streams:
             stream.refuse_in_graphs()
 
     def load(self, kernel: Kernel, stream: Stream) -> emulator.Library:
-        """A kernel, for a stream."""
+        """A kernel, for launches on a stream."""
         if kernel not in self._loaded:
             if stream.capturing:
                 raise not_loaded(kernel)
@@ -316,7 +315,7 @@ class EmulatedDriver:
         return Memory(size, 0, self.guarded)
 
     def give_back(self) -> None:
-        """There is no pool."""
+        """Does nothing: there is no pool."""
 
     def pinned(self, size: int) -> Memory:
         self.refuse_in_graphs()
@@ -339,7 +338,7 @@ class EmulatedDriver:
 
     def view(self, name: str, array: Any, stream: Any) -> View:
         view = numpy_view(name, array)
-        # As a pool of device memory would: what a stream still reads is not given to others.
+        # As a memory pool would: memory that a stream still reads is not given to others.
         self._kept.append(array)
         return view
 
@@ -351,7 +350,7 @@ AnyDriver = TypeVar("AnyDriver", bound=EmulatedDriver)
 
 
 def install_driver(monkeypatch: pytest.MonkeyPatch, driver: AnyDriver) -> AnyDriver:
-    """Makes the device "cuda" of caches this one; skips a test where there is no compiler (`emulator.require`)."""
+    """Makes `driver` the device "cuda" of caches; skips the test if there is no compiler (`emulator.require`)."""
     emulator.require()
     monkeypatch.setattr(cuda, "open_driver", lambda index: driver)
     return driver

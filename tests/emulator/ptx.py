@@ -21,7 +21,7 @@ NVRTC = all(find_spec(name) for name in ("cuda", "nvidia")) and find_spec("nvidi
 """Whether the wheels of NVRTC and of CUDA's headers are installed."""
 
 REGISTERS = {".pred": "pred", ".b16": "u16", ".b32": "u32", ".u32": "u32", ".f32": "u32", ".b64": "u64", ".f64": "u64"}
-"""Registers are bits, whatever these mean."""
+"""Types of registers: bits, whatever they mean."""
 
 SPECIAL = {
     "%tid.x": "threadIdx.x",
@@ -34,11 +34,11 @@ SPECIAL = {
 SPACES = {"shared": "Shared", "param": "Param", "global": "Global"}
 
 MOVES = SPACES.keys() | {"v2", "v4", "cg", "cs"}
-"""What loads and stores may say before the type. Not .nc: such a load may miss what others write while the kernel runs."""
+"""Modifiers of loads and stores before the type. Not .nc: such a load may miss writes by others while the kernel runs."""
 
 
 def require() -> None:
-    """Skips a test where NVRTC is missing, or a compiler; with PAGODA_REQUIRE_EMULATOR=1 it fails."""
+    """Skips the test if NVRTC or a compiler is missing; with PAGODA_REQUIRE_EMULATOR=1 it fails."""
     emulator.require()
     if not NVRTC:
         emulator.lack("the wheels of NVRTC are not installed")
@@ -52,7 +52,7 @@ def compile(
     device_code: Path = emulator.DEVICE_CODE,
     arch: str = ARCH,
 ) -> emulator.Library:
-    """As `emulator.compile`, by way of NVRTC. arch: the virtual architecture that it compiles for."""
+    """Like `emulator.compile`, but through NVRTC. arch: the virtual architecture that it compiles for."""
     require()
     import compile_kernels
 
@@ -71,7 +71,7 @@ def compile(
 
 
 def translated(text: str, names: Mapping[str, str]) -> str:
-    """Kernels in PTX as a program for `emulator.program`. names: those of entries by those that they get."""
+    """Translates kernels in PTX to a program for `emulator.program`. names: PTX entries by the names that they get."""
     symbols = dict.fromkeys(re.findall(r"\.extern \.shared \.align \d+ \.b8 (\w+)\[\]", text), "SHARED")
     program = ["#include <ptx.h>", "using namespace ptx;"]
     for name, entry in names.items():
@@ -88,7 +88,7 @@ def translated(text: str, names: Mapping[str, str]) -> str:
 
 
 def _body(text: str) -> str:
-    """From the first brace to the one that closes it."""
+    """The text from the first brace to the one that closes it."""
     start, depth = text.index("{"), 0
     for brace in re.finditer("[{}]", text[start:]):
         depth += 1 if brace[0] == "{" else -1
@@ -99,7 +99,7 @@ def _body(text: str) -> str:
 
 def _statements(body: str, symbols: Mapping[str, str]) -> Iterator[str]:
     body = re.sub(r"//[^\n]*|\.(pragma|loc|file)[^\n]*", "", body)
-    # Braces in front are of a block, others of operands.
+    # A brace at the beginning is a block's, others enclose operands.
     for part in re.findall(r"\$\w+:|[{}]|[^\s{};][^;]*;", body):
         if part in ("{", "}"):
             yield part
@@ -124,7 +124,7 @@ def _statement(text: str, symbols: Mapping[str, str]) -> str:
 
 
 def _call(opcode: str, operands: list[str]) -> str:
-    # What is brought to L2 besides changes no bytes.
+    # Prefetch hints for L2 change no bytes.
     root, *modifiers = re.sub(r"\.L2::\w+", "", opcode).split(".")
     if root == "bra":
         return f"goto {operands[0]}"
@@ -132,13 +132,13 @@ def _call(opcode: str, operands: list[str]) -> str:
         return "return"
     if root in ("ld", "st") and MOVES.issuperset(modifiers[:-1]):
         space = next((SPACES[modifier] for modifier in modifiers if modifier in SPACES), "Global")
-        # Floats are moved as bits.
+        # Floats move as bits.
         kind = modifiers[-1].replace("f", "b")
         address, registers = (operands[-1], operands[:-1]) if root == "ld" else (operands[0], operands[1:])
         verb = "load" if root == "ld" else "store"
         return f"{verb}<{space}, {kind}>({', '.join([address, *registers])})"
     if "aligned" in modifiers:
-        # Each instruction has a line of its own.
+        # The line identifies the instruction: each has its own.
         operands = ["__LINE__", *operands]
     name = "mov" if root == "mov" else "_".join([root, *modifiers])
     return f"{name}({', '.join(operands)})"
