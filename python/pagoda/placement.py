@@ -181,7 +181,7 @@ class Spill:
         return bool(under_way)
 
     def _demote_now(self, pair: Pair, blocks: int, batch: Handles, *, resting_only: bool = False) -> bool:
-        """Moves at least one and about `blocks` pages of each layer group; returns whether any has arrived.
+        """Moves at least one and about `blocks` pages of each layer group; returns whether that freed any block.
 
         resting_only: no pages that a sequence of the batch holds. While a step is open nothing is moved, because the blocks
         of moved pages would stay taken.

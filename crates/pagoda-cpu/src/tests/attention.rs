@@ -92,7 +92,7 @@ fn random_world(random: &mut Random) -> World {
     world
 }
 
-/// Compares with the reference, to `2^-9` for 16-bit outputs and otherwise nearly to f32.
+/// Compares with the reference, to the precision of the output's type, or to that of the products if it is lower.
 fn compare(world: &mut World, backend: &Backend, batch: &[(usize, usize, usize)], element: crate::Element) {
     let found = world.attend(backend, batch, element);
     let right = world.expect(batch, element);
@@ -114,7 +114,7 @@ fn hold(
         crate::Element::Bf16 => 6e-3,
     };
     // Integer products: elements of queries are rounded to 2^-16 of the largest of 32, weights to that of a tile; with rows
-    // of 4 or 5 bits to 2^-8. Bfloat16 products: each factor is rounded to 2^-9 of itself. The largest of many errors are
+    // of 4 or 5 bits to 2^-8. Bfloat16 products: each factor is rounded by up to 2^-8 of itself. The largest of many errors are
     // several times as large as most.
     let LayerGeometry { k_format, v_format, .. } = world.layer.geometry;
     let formats = || [Some(k_format), v_format].into_iter().flatten();

@@ -297,7 +297,7 @@ pub(super) fn stretches(geometry: &Geometry, group: GroupId, blocks: &[BlockId])
     stretches
 }
 
-/// The pieces of `layers`, in the order of the file, none larger than the stage.
+/// The pieces of `layers`, none larger than the stage: stretch by stretch, and within one in the order of the file.
 fn pieces(
     geometry: &Geometry,
     group: GroupId,
