@@ -21,14 +21,24 @@ def ctrl_c() -> None:
     raise KeyboardInterrupt
 
 
-def interrupted(call: Callable[[], Any], after: int, handler: Callable[[], object] = ctrl_c) -> bool:
-    """Makes a call in which Ctrl-C, or another signal, comes after `after` instructions of the package; returns whether
-    the call ended with KeyboardInterrupt."""
+def in_pagoda(module: str) -> bool:
+    """Whether a module is one of the package."""
+    return module.startswith("pagoda.")
+
+
+def interrupted(
+    call: Callable[[], Any],
+    after: int,
+    handler: Callable[[], object] = ctrl_c,
+    where: Callable[[str], bool] = in_pagoda,
+) -> bool:
+    """Makes a call in which Ctrl-C, or another signal, comes after `after` instructions of the modules that `where` takes;
+    returns whether the call ended with KeyboardInterrupt."""
     left = after
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
-        if not frame.f_globals.get("__name__", "").startswith("pagoda.") or frame.f_code.co_name == "__del__":
+        if not where(frame.f_globals.get("__name__", "")) or frame.f_code.co_name == "__del__":
             return None
         frame.f_trace_opcodes = True
         if frame.f_lineno is None:

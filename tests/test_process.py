@@ -121,42 +121,27 @@ print("fine")
 
 def test_ctrl_c_in_the_first_step_of_a_process() -> None:
     """In Python code outside Pagoda. Each child is a new process, so the step is its first."""
-    script = """
+    script = f"""
 import os, sys
 import numpy as np
 import pagoda
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from interrupts import interrupted
 spec, rows = pagoda.ModelSpec(layers=[pagoda.AttentionLayer(2, 2, 16)]), np.ones((1, 2, 16), np.float32)
 
 def step(cache, sequence):
     with cache.step([sequence], [1]) as step:
         step.forward(0, rows, rows, rows)
 
-def interrupted(call, after):
-    left = after
-    def trace(frame, event, _):
-        nonlocal left
-        module = frame.f_globals.get("__name__", "")
-        if module != "__main__" and not module.startswith("pagoda"):
-            left -= event == "line"
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
+def outside(module):
+    return module not in ("__main__", "interrupts") and module.split(".")[0] != "pagoda"
 
 after, came = 0, True
 while came:
     if not (child := os.fork()):
         cache = pagoda.Cache(spec, threads=1, device_memory="1MiB", host_memory=0)
         sequence = cache.create()
-        came = interrupted(lambda: step(cache, sequence), after)
+        came = interrupted(lambda: step(cache, sequence), after, where=outside)
         step(cache, sequence)
         os._exit(2 + came)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
