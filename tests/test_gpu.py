@@ -22,12 +22,11 @@ from graphs import Model
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from mirror import DTYPES
-from pagoda import device, rates
+from pagoda import _core, device, rates
 from pagoda.attention.reference import attention
 from pagoda.device import cuda
 from pagoda.device.cuda import open_driver as open_gpu
 from pagoda.device.engine import DeviceEngine
-from pagoda.engine import cores
 from pagoda.rates import Routes
 from test_stateful import CacheMachine
 from unfenced import tickets_finish_at_once
@@ -584,7 +583,7 @@ def test_host_memory_is_pinned_as_it_is_used(cp: Any) -> None:
 def test_the_cpu_takes_a_part(cp: Any, others: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of 64K tokens, by made-up rates: the result equals that of the GPU alone."""
     start = {"ring": 0.0, "mapped": 0.0, "memory": 0.0}
-    routes = Routes(cores(), [{"memory": 1.0, **others}], start, {"f16": 1.0})
+    routes = Routes(_core.cores(), [{"memory": 1.0, **others}], start, {"f16": 1.0})
     monkeypatch.setattr(rates, "routes_of", lambda gpu, threads: routes)
     rng, stream = np.random.default_rng(3), cp.cuda.Stream(non_blocking=True)
     with open_cache(device_memory="64MiB", host_memory="512MiB") as cache:

@@ -60,10 +60,7 @@ print(len(sequence))
     assert (done.returncode, done.stdout.strip()) == (0, "507"), done.stderr
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes run on all cores")
-def test_a_cache_has_a_worker_for_each_core_that_the_process_may_run_on() -> None:
-    script = """
-os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+WORKERS_OF_ONE_CORE = """
 def threads(**options):
     before = len(os.listdir("/proc/self/task"))
     with pagoda.Cache(spec, device_memory="1MiB", host_memory=0, **options):
@@ -72,8 +69,34 @@ assert threads(threads=2) > threads(threads=1)
 assert threads() == threads(threads=1)
 print("fine")
 """
-    done = run(script)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes run on all cores")
+def test_a_cache_has_a_worker_for_each_core_that_the_process_may_run_on() -> None:
+    done = run("os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])" + WORKERS_OF_ONE_CORE)
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
+
+
+def test_a_cache_has_no_more_workers_than_the_quota_of_a_container() -> None:
+    """More threads would use it up before the last of them is done, and all would wait for the next period."""
+    refused = "no cgroups"
+    for root, limit, value in (("", "cpu.max", "100000 100000"), ("cpu", "cpu.cfs_quota_us", "100000")):
+        cgroup = Path("/sys/fs/cgroup", root, f"pagoda-test-{os.getpid()}")
+        if not (cgroup.parent / "cgroup.procs").exists():
+            continue
+        try:
+            cgroup.mkdir()
+            try:
+                (cgroup / limit).write_text(value)
+                done = run(f"open('{cgroup}/cgroup.procs', 'w').write(str(os.getpid()))" + WORKERS_OF_ONE_CORE)
+            finally:
+                cgroup.rmdir()
+        except OSError as error:
+            refused = str(error)
+            continue
+        assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
+        return
+    pytest.skip(f"no cgroup with a quota can be made: {refused}")
 
 
 def test_a_forked_child_does_not_hold_on_to_the_files(tmp_path: Path) -> None:

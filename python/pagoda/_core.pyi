@@ -59,6 +59,7 @@ __all__ = [
     "after_fork_in_child",
     "block_layout",
     "build_info",
+    "cores",
     "decode_rows",
     "disk_access",
     "disk_room",
@@ -68,6 +69,7 @@ __all__ = [
 ]
 
 def build_info() -> dict[str, Any]: ...
+def cores() -> int: ...
 def block_layout(
     layers: Sequence[tuple[int, int, int, str, str | None]], page_size: int
 ) -> tuple[int, list[tuple[Plane, Plane]]]: ...

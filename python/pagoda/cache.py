@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda import _core, placement
-from pagoda._core import SEQUENCES_MAX, TOKENS_MAX
+from pagoda._core import SEQUENCES_MAX, TOKENS_MAX, cores
 from pagoda.checks import (
     as_int,
     check_choice,
@@ -47,7 +47,7 @@ from pagoda.checks import (
 from pagoda.device import engine_for
 from pagoda.device.driver import Stream
 from pagoda.disk import DISK_TIMEOUT, disk_arguments
-from pagoda.engine import SECONDS_MAX, Engine, cores, forced_isa
+from pagoda.engine import SECONDS_MAX, Engine, forced_isa
 from pagoda.errors import BackendUnavailable, CorruptPage, InvalidArgument, OutOfBlocks, PagodaError, TierIOError
 from pagoda.formats import formats_by_layer
 from pagoda.geometry import Geometry, core_layers, group_layers, tier_memory
@@ -138,8 +138,9 @@ class Cache(Uncopied):
     device_memory, host_memory: budgets, in bytes or like "512MiB"; host_memory=0 is no host tier. A CPU allocates memory as
     it is used. On a GPU the device tier is allocated at once, and the host tier is pinned as it is used; at most an eighth of
     device_memory is a ring through which pages of other tiers are streamed.
-    threads: CPU workers; by default one for each core that the process may run on. On a GPU they do a part of attention over
-    the host tier, if `pagoda doctor --calibrate` has measured this GPU with the same number of threads.
+    threads: CPU workers; by default one for each core that the process may use, by its affinity and the quota of its cgroup.
+    On a GPU they do a part of attention over the host tier, if `pagoda doctor --calibrate` has measured this GPU with the
+    same number of threads.
 
     disk, disk_memory: a directory for a third tier, and the bytes that it may use there. The directory is created if only its
     last part is missing, and nobody else may have write access. Page checksums are verified on every read.

@@ -25,11 +25,6 @@ def forced_isa() -> str | None:
     return os.environ.get("PAGODA_CPU_ISA") or None
 
 
-def cores() -> int:
-    """How many cores this process may run on: the default number of a cache's workers."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class Engine(Protocol):
     """Bookkeeping, memory and kernels of one cache."""
 

@@ -32,6 +32,12 @@ use pagoda_store::disk::io;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+/// How many cores this process may use, by its affinity and the quota of its cgroup: the default number of a cache's workers.
+#[pyfunction]
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, Into::into)
+}
+
 /// How this module was built, and what it found on this machine.
 #[pyfunction]
 fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
@@ -71,6 +77,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     };
     module.add("ROW_FORMATS", RowFormat::ALL.map(facts))?;
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
+    module.add_function(wrap_pyfunction!(cores, module)?)?;
     module.add_function(wrap_pyfunction!(codec::encode_rows, module)?)?;
     module.add_function(wrap_pyfunction!(codec::decode_rows, module)?)?;
     module.add_function(wrap_pyfunction!(disk::disk_access, module)?)?;

@@ -23,7 +23,6 @@ from pagoda.cli.options import Commands, directory
 from pagoda.device import cuda
 from pagoda.device.driver import Driver
 from pagoda.disk import DISK_TIMEOUT
-from pagoda.engine import cores
 from pagoda.errors import PagodaError
 from pagoda.kernels import instances, loader
 from pagoda.kernels.arguments import Unpack
@@ -89,7 +88,7 @@ def examine(directory: Path) -> list[Finding]:
 def calibrate(directory: Path, gpus: list[Driver]) -> list[Finding]:
     """Measures the bandwidth of links and stores it; results for other GPUs are kept. Raises TierIOError."""
     before = rates.kept()
-    measured = calibration.measure(cores(), directory, gpus)
+    measured = calibration.measure(_core.cores(), directory, gpus)
     found = {
         link: f"{alone / 1e9:.1f} GB/s, and {measured.together[link] / 1e9:.1f} GB/s beside the other"
         for link, alone in measured.alone.items()
@@ -126,7 +125,7 @@ def _module() -> Finding:
 
 def _kernels() -> Finding:
     info = machine.build()
-    found = f"{info['isa']} of {', '.join(info['isas'])}, {cores()} cores"
+    found = f"{info['isa']} of {', '.join(info['isas'])}, {_core.cores()} cores"
     if info["isa"] != build_info()["isa"]:
         return Finding("CPU kernels", False, found, "unset PAGODA_CPU_ISA: this CPU has better ones")
     fine = info["isa"] != "scalar"

@@ -17,12 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pagoda._core import TOKENS_MAX
+from pagoda._core import TOKENS_MAX, cores
 from pagoda.cache import Cache, Sequence
 from pagoda.checks import check_threads
 from pagoda.cli.console import kept, results
 from pagoda.cli.options import Commands, add_retention, format_pair, load_spec, retention
-from pagoda.engine import cores
 from pagoda.errors import InvalidArgument
 from pagoda.formats import FORMATS
 from pagoda.lm import LanguageModel

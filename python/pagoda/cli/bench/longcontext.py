@@ -14,14 +14,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pagoda._core import TOKENS_MAX
+from pagoda._core import TOKENS_MAX, cores
 from pagoda.cache import Cache
 from pagoda.checks import check_threads
 from pagoda.cli.console import results
 from pagoda.cli.options import Commands, directory, format_pair
 from pagoda.cli.plan import describe
 from pagoda.device import cuda, device_index
-from pagoda.engine import cores
 from pagoda.errors import InvalidArgument, OutOfBlocks
 from pagoda.lm.arrays import library
 from pagoda.measuring import machine
