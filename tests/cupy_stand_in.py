@@ -68,7 +68,7 @@ class Device:
 
     def __exit__(self, *_: object) -> None:
         Device.current = self._before.pop()
-        bound.context = 1
+        bound.context = True
 
     @property
     def compute_capability(self) -> str:
@@ -309,7 +309,7 @@ class Runtime(ModuleType):
 
     @staticmethod
     def memGetInfo() -> tuple[int, int]:
-        bound.context = 1
+        bound.context = True
         return DEVICE_BYTES - pool.held, DEVICE_BYTES
 
     @staticmethod
@@ -419,8 +419,8 @@ ARGUMENTS: dict[str, type[ctypes.Structure]] = {
 
 
 def ctx_get_current() -> int:
-    """0 in a thread that has made no call yet that gives it a context."""
-    return int(getattr(bound, "context", 0))
+    """The current device's; 0 in a thread that has made no call yet that gives it a context."""
+    return Device.current + 1 if getattr(bound, "context", False) else 0
 
 
 def launch_kernel(

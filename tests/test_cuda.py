@@ -301,12 +301,13 @@ def test_the_oldest_gpu_that_will_do(cupy: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_device_that_has_failed_is_not_taken_for_one_at_work(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     event = cuda.open_driver(0).stream().record()
-    assert event.done()
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: cuda.NOT_READY)
     assert not event.done()
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="700"):
         event.done()
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 0)
+    assert event.done()
 
 
 def test_a_device_that_has_failed_is_not_taken_for_one_that_captures(
@@ -724,6 +725,36 @@ def test_a_step_is_captured_and_replayed(cupy: Any) -> None:
             with cache.step(batch, [1, 1], stream=stream) as step:
                 launch(step)
             np.testing.assert_allclose(out.hidden, v.hidden.repeat(2, 1), rtol=1e-6)
+
+
+def test_a_step_asks_nothing_of_cuda_that_it_knows(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call takes microseconds: a device that is current is not made so, and what has ended is not waited for."""
+    q, k = (NdArray(np.ones((2, heads, 16), np.float32)) for heads in (4, 2))
+    seen: list[str] = []
+
+    def note(kind: Any, name: str) -> None:
+        call = getattr(kind, name)
+
+        def noted(*given: Any) -> Any:
+            seen.append(f"{kind.__name__}.{name}")
+            return call(*given)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    with open_cache() as cache:
+        batch, out = [cache.create() for _ in range(2)], NdArray(np.empty((2, 4, 16), np.float32))
+        for number in range(5):
+            if number == 4:
+                for kind, name in (
+                    (Device, "__enter__"),
+                    (Event, "record"),
+                    (Event, "synchronize"),
+                    (Stream, "wait_event"),
+                ):
+                    note(kind, name)
+            with cache.step(batch, [1, 1]) as step:
+                step.forward(0, q, k, k, out=out)
+        assert seen == ["Event.record"]
 
 
 def test_a_stream_works_on_its_device(cupy: Any) -> None:

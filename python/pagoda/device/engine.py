@@ -563,6 +563,7 @@ class DeviceEngine:
         """Marks the end of what a step has launched, unless that has been done."""
         if self._stream is not None:
             self._last_step = self._stream.record()
+            self._tables.used_until(self._last_step)
             self._stream = None
 
     def _poll(self) -> None:

@@ -1,7 +1,7 @@
 """The tables of a step on a device: where they lie, how large they may be, and how changes get there.
 
 Every table keeps its address from step to step. The core writes down the changes of a step as words; one copy from pinned
-memory and one kernel put the words in their places. Two uploads may be under way.
+memory and one kernel put the words in their places. There are buffers for two steps.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class WorkTables:
 
 
 class Staging:
-    """The buffers of an upload. Two uploads may be under way."""
+    """The buffers of an upload. used: the end of its step."""
 
     def __init__(self, driver: Driver, words: int) -> None:
         self.host, self.device = driver.pinned(4 * words), driver.memory(4 * words)
@@ -205,11 +205,13 @@ class StepTables:
         """Sends the changes. streams: the address for the tables of streamed pages."""
         staging = self._next_staging(words)
         self._core.staged(staging.words[:words], streams)
-        try:
-            stream.copy(staging.device.address, staging.host.address, 4 * words)
-            stream.launch(instances.UNPACK, self._driver.multiprocessors, 256, staging.call)
-        finally:
-            staging.used = stream.record()
+        stream.copy(staging.device.address, staging.host.address, 4 * words)
+        stream.launch(instances.UNPACK, self._driver.multiprocessors, 256, staging.call)
+
+    def used_until(self, end: Event) -> None:
+        """Notes the end of the step of the last upload."""
+        if self._staging:
+            self._staging[-1].used = end
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -254,7 +256,7 @@ class StepTables:
         return WorkTables(own, common, carve.take(4 * members), blocks, members)
 
     def _next_staging(self, words: int) -> Staging:
-        """Buffers that no upload reads any more."""
+        """Buffers that no upload reads any more, because its step has ended."""
         if len(self._staging) == 2:
             staging = self._staging[0]
             if staging.used is not None:
