@@ -111,6 +111,9 @@ class NullDriver:
     def caller_stream(self, given: object) -> NullStream:
         return NullStream()
 
+    def captures_another(self, stream: Any) -> bool:
+        return False
+
     def view(self, name: str, array: Any, stream: Any) -> View:
         return cuda_arrays.view(name, array, 0, stream)
 

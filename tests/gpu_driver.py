@@ -146,6 +146,9 @@ class CopyingDriver:
         self.copied.clear()
         return CopyingStream(self._inner.caller_stream(None), self)
 
+    def captures_another(self, stream: Any) -> bool:
+        return False
+
     def view(self, name: str, array: Any, stream: Stream) -> View:
         view = numpy_view(name, array)
         if array.size == 0:

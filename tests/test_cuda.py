@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -725,6 +725,30 @@ def test_a_step_is_captured_and_replayed(cupy: Any) -> None:
             with cache.step(batch, [1, 1], stream=stream) as step:
                 launch(step)
             np.testing.assert_allclose(out.hidden, v.hidden.repeat(2, 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("call", ["append", "attend"])
+def test_kernels_are_not_left_out_of_a_graph(call: str, cupy: Any) -> None:
+    """They would run once, on the stream of the step, and in no replay."""
+    other = Stream(non_blocking=True)
+    q, k, out = (NdArray(np.ones((1, heads, 16), np.float32)) for heads in (4, 2, 4))
+    with open_cache() as cache:
+        cache.declare(sequences=1, new_tokens=1, context=64)
+        with cache.step([cache.create()], [1]) as step:
+            calls: dict[str, Callable[[], object]] = {
+                "append": lambda: step.append(0, k, k),
+                "attend": lambda: step.attend(0, q, out=out),
+            }
+            if call == "attend":
+                calls["append"]()
+            other.begin_capture()
+            with (
+                other,
+                pytest.raises(pagoda.InvalidArgument, match=f"{call}: while the current stream is captured, but"),
+            ):
+                calls[call]()
+            assert not other.end_capture().launches
+            step.forward(0, q, k, k, out=out) if call == "append" else calls[call]()
 
 
 def test_a_step_asks_nothing_of_cuda_that_it_knows(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,9 +318,10 @@ class Cache(Uncopied):
             with cache.step(others, ones, stream=stream) as step:
                 step.replay(graph.launch)
 
-        The caller captures, inside of one step; kernels that were never launched raise InvalidArgument there. Graphs read
-        pages of the host tier in place. A step that streams these pages allocates, so capturing it raises InvalidArgument, as
-        does replaying a graph in a step with pages on disk. Raises BackendUnavailable on the CPU, which would gain nothing,
+        The caller captures the step's stream, inside of one step. InvalidArgument is raised there for kernels that were never
+        launched, and for appends and attends while the current stream is captured but not the step's. Graphs read pages of
+        the host tier in place. A step that streams these pages allocates, so capturing it raises InvalidArgument, as does
+        replaying a graph in a step with pages on disk. Raises BackendUnavailable on the CPU, which would gain nothing,
         and in a cache with checked=True, whose steps wait for the device.
         """
         sequences = natural("sequences", sequences, 1, SEQUENCES_MAX)

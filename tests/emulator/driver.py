@@ -336,6 +336,9 @@ class EmulatedDriver:
             raise InvalidArgument(f"stream = {given!r}: a stream of this device, or None")
         return given
 
+    def captures_another(self, stream: Any) -> bool:
+        return self._default is not stream and self._default.capturing
+
     def view(self, name: str, array: Any, stream: Any) -> View:
         view = numpy_view(name, array)
         # As a memory pool would: memory that a stream still reads is not given to others.

@@ -352,6 +352,11 @@ class CudaDriver:
             )
         return _Stream(stream, self)
 
+    def captures_another(self, stream: Any) -> bool:
+        """Whether the current stream is another one, and captured."""
+        current = self._cupy_stream(None)
+        return bool(current.ptr != stream._stream.ptr) and _Stream(current, self).capturing
+
     def _cupy_stream(self, given: object) -> Any:
         """The same as a stream of CuPy."""
         import cupy

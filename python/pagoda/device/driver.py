@@ -176,6 +176,9 @@ class Driver(Protocol):
     def caller_stream(self, given: object) -> Stream:
         """The stream that the caller means, or the current one of its library for None. Raises InvalidArgument."""
 
+    def captures_another(self, stream: Stream) -> bool:
+        """Whether the current stream of the caller's library is another one, and captured."""
+
     def view(self, name: str, array: Any, stream: Stream) -> View:
         """The caller's array, for kernels on a stream. Raises InvalidArgument with the argument's name if it is no array of
         the device."""

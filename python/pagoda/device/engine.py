@@ -229,6 +229,7 @@ class DeviceEngine:
     def append(self, number: int, layer: int, k: Any = None, v: Any = None, dtype: str | None = None) -> None:
         """See `Step.append`."""
         self.core.check_append(number, layer, k is not None, v is not None)
+        self._refuse_in_another_capture("append")
         shape = self._layers[layer]
         heads = shape["num_kv_heads"]
         # A layer whose keys are derived from V stores V in the place of K.
@@ -255,6 +256,7 @@ class DeviceEngine:
     ) -> tuple[Any, Any]:
         """See `Step.attend`."""
         self.core.check_attend(number, layer, sink_logits is not None)
+        self._refuse_in_another_capture("attend")
         shape, arrays, lse = self._layers[layer], self._arrays, None
         heads, dim = shape["num_q_heads"], shape["v_head_dim"]
         queries = arrays.rows("q", q, (heads, shape["head_dim"]), dtype)
@@ -492,6 +494,14 @@ class DeviceEngine:
         """Raises InvalidArgument in a capture, for calls that query events: that would end it, on whichever thread."""
         if self._captured:
             raise InvalidArgument(f"{call}: while the stream of the last step is captured; end the capture first")
+
+    def _refuse_in_another_capture(self, call: str) -> None:
+        """Raises InvalidArgument where the caller captures another stream than that of the step: the graph would lack the
+        kernels, and its replays would change nothing."""
+        if self._maxima is not None and self._driver.captures_another(self._now):
+            raise InvalidArgument(
+                f"{call}: while the current stream is captured, but not that of the step; open the step with stream="
+            )
 
     def _enter(self, number: int, stream: Stream, *, in_graph: bool) -> None:
         """Sends the tables of the open step. in_graph: whether a graph may do it.
