@@ -14,11 +14,12 @@ use self::pass::Pass;
 use crate::backend::Backend;
 use crate::common::Shared;
 use crate::integers::{QueryStep, STEP};
-use crate::kernel::{ALIGN, Fold};
+use crate::kernel::ALIGN;
 use crate::layer::{Layer, PagedKv};
 use crate::plan::{Group, Item, Plan, Scope, state_floats, value_stride};
 use crate::rows::{Element, Rows, RowsMut};
 use crate::simd::{Kernels, Many, RowKernels, asks_in_order};
+use crate::softmax::Fold;
 
 mod batch;
 mod pass;

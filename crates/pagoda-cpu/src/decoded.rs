@@ -10,7 +10,8 @@
 use pagoda_core::layout::RowFormat;
 use pagoda_core::work::TILE;
 
-use crate::kernel::{ALIGN, Accumulate, Chunk, RowSize, Score, StreamLines};
+use crate::chunk::{Chunk, RowSize, StreamLines};
+use crate::kernel::{ALIGN, Accumulate, Score};
 use crate::simd::{Kernels, Simd};
 use crate::stored::{Row, Stored};
 

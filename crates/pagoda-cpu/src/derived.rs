@@ -9,7 +9,8 @@
 use pagoda_core::layout::RowFormat;
 use pagoda_core::work::{RUN_TILES, TILE};
 
-use crate::kernel::{ALIGN, Chunk, Lines, PIECES, RowSize, STREAMS, Score};
+use crate::chunk::{Chunk, Lines, PIECES, RowSize, STREAMS};
+use crate::kernel::{ALIGN, Score};
 use crate::layer::HEAD_DIM_MAX;
 use crate::rope::Rope;
 use crate::simd::{Kernels, Simd};

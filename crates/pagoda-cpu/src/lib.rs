@@ -7,6 +7,7 @@
 mod append;
 mod attend;
 mod backend;
+mod chunk;
 mod codec;
 mod common;
 mod convert;
@@ -20,6 +21,7 @@ mod pool;
 mod rope;
 mod rows;
 mod simd;
+mod softmax;
 mod stored;
 #[cfg(test)]
 mod tests;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use pagoda_core::layout::Plane;
 use pagoda_core::work::{Piece, TILE};
 
-use crate::kernel::{Lines, PIECES};
+use crate::chunk::{Lines, PIECES};
 use crate::layer::PagedKv;
 use crate::plan::Group;
 

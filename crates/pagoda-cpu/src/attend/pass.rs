@@ -9,13 +9,15 @@ use pagoda_core::work::{Piece, RUN_TILES, TILE, pieces};
 
 use super::batch::{BATCHES, Batch, CELLS};
 use super::{Call, State};
+use crate::chunk::{Chunk, Lines, RowSize, STREAMS};
 use crate::decoded;
 use crate::integers::{QueryStep, STEP};
-use crate::kernel::{ALIGN, Accumulate, Chunk, Lines, RowSize, STREAMS, Score, Softmax};
+use crate::kernel::{ALIGN, Accumulate, Score};
 use crate::layer::PagedKv;
 use crate::plan::{Group, value_stride};
 use crate::rows::Element;
 use crate::simd::Many;
+use crate::softmax::Softmax;
 
 /// The query rows of an item on their way over its tiles.
 pub(super) struct Pass<'a> {

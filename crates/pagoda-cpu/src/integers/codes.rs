@@ -3,7 +3,7 @@
 use pagoda_core::layout::RowFormat;
 
 use super::STEP;
-use crate::kernel::RowSize;
+use crate::chunk::RowSize;
 use crate::simd::dot::{COLUMNS, Dot};
 
 /// The memory layout of a format. Rows are given by the address of the first and the bytes from one to the next.

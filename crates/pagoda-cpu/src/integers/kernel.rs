@@ -14,7 +14,8 @@ use pagoda_core::work::TILE;
 
 use super::tile::{BLOCKS, Stored, Tile, Unpacked};
 use super::{Codes, QUAD, QueryStep, STEP, code_max};
-use crate::kernel::{Accumulate, LINE, RowSize, Score, Streams, rows_at_once};
+use crate::chunk::{LINE, RowSize, Streams};
+use crate::kernel::{Accumulate, Score, rows_at_once};
 use crate::simd::dot::{COLUMNS, Cache, Dot, LANES};
 
 /// Products with one byte that are added before sums are settled.
@@ -455,8 +456,9 @@ mod tests {
     use super::super::{MANY, scratch};
     use super::*;
     use crate::attend::Floats;
+    use crate::chunk::Chunk;
     use crate::codec::decode_row;
-    use crate::kernel::{ALIGN, Chunk};
+    use crate::kernel::ALIGN;
     use crate::simd::{Isa, Many};
     use crate::tests::samples::{Random, read};
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use pagoda_core::work::TILE;
 
 use super::{Codes, QUAD, STEP};
-use crate::kernel::{Chunk, RowSize};
+use crate::chunk::{Chunk, RowSize};
 use crate::simd::dot::{COLUMNS, Dot, LANES};
 use crate::stored::Row;
 

@@ -26,8 +26,9 @@ use pagoda_core::layout::RowFormat;
 use crate::decoded::{self, Decode, Decoders, Multiply};
 use crate::derived::{self, Derive, Turn};
 use crate::integers::{self, QueryStep, STEP};
-use crate::kernel::{self, ALIGN, Accumulate, Fold, Score, Softmax};
+use crate::kernel::{self, ALIGN, Accumulate, Score};
 use crate::rows::Element;
+use crate::softmax::{self, Fold, Softmax};
 use crate::transform;
 
 /// An instruction set that attention can run on. Those with dot products of integers use them for rows that are stored as
@@ -446,7 +447,7 @@ macro_rules! kernels {
             $(#[target_feature(enable = $features)])?
             unsafe fn softmax(args: &mut Softmax<'_>) {
                 // SAFETY: as the caller promises.
-                unsafe { kernel::softmax::<$simd>(args) }
+                unsafe { softmax::softmax::<$simd>(args) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn accumulate<F: Stored>(args: &Accumulate<'_>) {
@@ -481,7 +482,7 @@ macro_rules! kernels {
             $(#[target_feature(enable = $features)])?
             unsafe fn fold(args: &mut Fold<'_>) {
                 // SAFETY: as the caller promises.
-                unsafe { kernel::fold::<$simd>(args) }
+                unsafe { softmax::fold::<$simd>(args) }
             }
 
             pub(super) const TABLE: Kernels = Kernels {

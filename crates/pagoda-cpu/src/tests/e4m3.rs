@@ -4,9 +4,10 @@ use pagoda_core::layout::RowFormat;
 use pagoda_core::work::TILE;
 
 use super::samples::{Random, read};
+use crate::chunk::{Chunk, RowSize};
 use crate::codec::e4m3;
 use crate::integers::QueryStep;
-use crate::kernel::{Accumulate, Chunk, RowSize, Score};
+use crate::kernel::{Accumulate, Score};
 use crate::simd::Isa;
 
 /// An instruction set that looks up the numbers of codes in a table, and how it rounds queries and weights.

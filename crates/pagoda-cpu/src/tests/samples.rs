@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kernel::{Chunk, Lines, PIECES, RowSize, STREAMS};
+use crate::chunk::{Chunk, Lines, PIECES, RowSize, STREAMS};
 
 /// SplitMix64.
 pub(crate) struct Random(pub(crate) u64);
