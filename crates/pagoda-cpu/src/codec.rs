@@ -346,7 +346,8 @@ pub(crate) fn to_e2m1(x: f32) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::simd::{Encode, Isa};
+    use crate::simd::Isa;
+    use crate::simd::kernels::Encode;
     use crate::tests::samples::Random;
 
     /// Numbers that formats round, clamp or cannot hold.

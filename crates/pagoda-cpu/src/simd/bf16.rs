@@ -9,9 +9,10 @@ use std::arch::x86_64::*;
 
 use pagoda_core::work::TILE;
 
+use super::Simd;
 use super::avx512::Avx512;
 use super::e4m3::{CODES, ROWS, Tables, for_rows};
-use super::{PRODUCT_ROWS, Simd};
+use super::kernels::PRODUCT_ROWS;
 use crate::integers::QueryStep;
 use crate::kernel::{Accumulate, Score, scale_rows};
 use crate::stored::Fp8E4m3;

@@ -7,8 +7,9 @@ use std::arch::x86_64::*;
 
 use pagoda_core::work::TILE;
 
+use super::Simd;
 use super::avx512::Avx512;
-use super::{PRODUCT_ROWS, Simd};
+use super::kernels::PRODUCT_ROWS;
 use crate::codec::e4m3;
 use crate::kernel::{Accumulate, Score, scale_rows};
 use crate::stored::Fp8E4m3;
