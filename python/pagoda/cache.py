@@ -124,8 +124,8 @@ class Ticket:
 class Cache(Uncopied):
     """A tiered, paged KV cache.
 
-    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096; on a CPU quantised rows are read up
-    to three times as fast in pages of 16 or more as in pages of 8.
+    spec: the model's layers, of at most 64 shapes, windows and formats. page_size: tokens in a page, a power of two from
+    8 to 4096; on a CPU quantised rows are read up to three times as fast in pages of 16 or more as in pages of 8.
     k_dtype, v_dtype: row formats of `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment
     overrides them.
     center, rotate: how rows are transformed before quantisation, see `pagoda.outliers`; "auto" decides by the format. A
@@ -389,8 +389,9 @@ class Cache(Uncopied):
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
         """Saves a sequence to disk under a key, replacing what was there. On return it is safe from a loss of power.
 
-        The sequence itself does not change. Pages that are already on disk are not written again. tokens: save only these.
-        meta: up to 64 MiB, which `saved` returns. Waits for moves of its pages that are under way.
+        The sequence itself does not change. Pages that are already on disk are not written again. tokens: save only
+        [start, stop), as `truncate(stop)` and then `drop(0, start)` would leave them: they keep their positions. meta: up to
+        64 MiB, which `saved` returns. Waits for moves of its pages that are under way.
 
         Raises InvalidArgument in a cache without resume=True, and while a step is open if full pages are not on disk yet:
         they arrive there between steps. Raises OutOfBlocks when the disk tier is full. Raises TierIOError when the disk fails
@@ -408,7 +409,7 @@ class Cache(Uncopied):
             start, stop = token_range("tokens", tokens)
             least = sequence.rewind_limit
             if not start <= stop <= len(sequence) or 0 < stop < least:
-                limit = f"a start and a stop, 0 or from {least} to {len(sequence)}"
+                limit = f"a start, and a stop that is 0 or from {least} to {len(sequence)}"
                 raise InvalidArgument(f"tokens = {tokens}: {limit}")
             with sequence.fork() as part:
                 part.truncate(stop)
