@@ -365,7 +365,10 @@ class Cache(Uncopied):
         return self._move(sequence, to, tokens, only_from="device" if to == "host" else None)
 
     def promote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "device") -> Ticket:
-        """Moves pages from slower tiers to this one, in the background; pages on a faster tier stay there."""
+        """Moves pages from slower tiers to this one, in the background; pages on a faster tier stay there.
+
+        Raises OutOfBlocks if not all of them fit: no others leave for them. `prefetch` takes as many as fit.
+        """
         check_choice("to", to, ("device", "host"))
         return self._move(sequence, to, tokens, only_from="disk" if to == "host" else None)
 
@@ -441,9 +444,10 @@ class Cache(Uncopied):
     def load(self, key: str) -> Sequence | None:
         """A new sequence with what `save` kept under a key; None if there is nothing, or it does not verify, which is logged.
 
-        As many pages as fit are read into memory and verified. Raises OutOfBlocks when the device tier has no block for the
-        last page and none can be spilled, as while a step is open. Raises TierIOError when the disk cannot be read or does
-        nothing for `disk_timeout` seconds, and InvalidArgument in a cache without resume=True.
+        As many pages as fit are read into memory, on the host tier first, and verified; `prefetch` copies them to the device.
+        Raises OutOfBlocks when the device tier has no block for the last page and none can be spilled, as while a step is
+        open. Raises TierIOError when the disk cannot be read or does nothing for `disk_timeout` seconds, and InvalidArgument
+        in a cache without resume=True.
         """
         try:
             handle = self._with_room(partial(self._core.load, _key(key)), np.empty(0, np.uint64), np.empty(0, np.int64))
