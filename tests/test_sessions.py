@@ -351,7 +351,7 @@ def test_a_part_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
         mirror.step([tokens], [30])
         for start, stop in ((0, 31), (20, 10), (31, 31), (31, 40)):
             with pytest.raises(
-                pagoda.InvalidArgument, match=rf"tokens = \({start}, {stop}\): a start and a stop, 0 or"
+                pagoda.InvalidArgument, match=rf"tokens = \({start}, {stop}\): a start, and a stop that is 0 or"
             ):
                 cache.save(tokens.sequence, "part", tokens=(start, stop))
         assert (cache.saved(), cache.stats().sequences) == ({}, 1)

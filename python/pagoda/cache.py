@@ -124,8 +124,8 @@ class Ticket:
 class Cache(Uncopied):
     """A tiered, paged KV cache.
 
-    spec: the model's layers. page_size: tokens in a page, a power of two from 8 to 4096; on a CPU quantised rows are read up
-    to three times as fast in pages of 16 or more as in pages of 8.
+    spec: the model's layers, of at most 64 shapes, windows and formats. page_size: tokens in a page, a power of two from
+    8 to 4096; on a CPU quantised rows are read up to three times as fast in pages of 16 or more as in pages of 8.
     k_dtype, v_dtype: row formats of `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment
     overrides them.
     center, rotate: how rows are transformed before quantisation, see `pagoda.outliers`; "auto" decides by the format. A
@@ -367,7 +367,10 @@ class Cache(Uncopied):
         return self._move(sequence, to, tokens, only_from="device" if to == "host" else None)
 
     def promote(self, sequence: Sequence, tokens: tuple[int, int] | None = None, to: str = "device") -> Ticket:
-        """Moves pages from slower tiers to this one, in the background; pages on a faster tier stay there."""
+        """Moves pages from slower tiers to this one, in the background; pages on a faster tier stay there.
+
+        Raises OutOfBlocks if not all of them fit: no others leave for them. `prefetch` takes as many as fit.
+        """
         check_choice("to", to, ("device", "host"))
         return self._move(sequence, to, tokens, only_from="disk" if to == "host" else None)
 
@@ -391,8 +394,9 @@ class Cache(Uncopied):
     def save(self, sequence: Sequence, key: str, tokens: tuple[int, int] | None = None, meta: bytes = b"") -> None:
         """Saves a sequence to disk under a key, replacing what was there. On return it is safe from a loss of power.
 
-        The sequence itself does not change. Pages that are already on disk are not written again. tokens: save only these.
-        meta: up to 64 MiB, which `saved` returns. Waits for moves of its pages that are under way.
+        The sequence itself does not change. Pages that are already on disk are not written again. tokens: save only
+        [start, stop), as `truncate(stop)` and then `drop(0, start)` would leave them: they keep their positions. meta: up to
+        64 MiB, which `saved` returns. Waits for moves of its pages that are under way.
 
         Raises InvalidArgument in a cache without resume=True, and while a step is open if full pages are not on disk yet:
         they arrive there between steps. Raises OutOfBlocks when the disk tier is full. Raises TierIOError when the disk fails
@@ -410,7 +414,7 @@ class Cache(Uncopied):
             start, stop = token_range("tokens", tokens)
             least = sequence.rewind_limit
             if not start <= stop <= len(sequence) or 0 < stop < least:
-                limit = f"a start and a stop, 0 or from {least} to {len(sequence)}"
+                limit = f"a start, and a stop that is 0 or from {least} to {len(sequence)}"
                 raise InvalidArgument(f"tokens = {tokens}: {limit}")
             with sequence.fork() as part:
                 part.truncate(stop)
@@ -442,9 +446,10 @@ class Cache(Uncopied):
     def load(self, key: str) -> Sequence | None:
         """A new sequence with what `save` kept under a key; None if there is nothing, or it does not verify, which is logged.
 
-        As many pages as fit are read into memory and verified. Raises OutOfBlocks when the device tier has no block for the
-        last page and none can be spilled, as while a step is open. Raises TierIOError when the disk cannot be read or does
-        nothing for `disk_timeout` seconds, and InvalidArgument in a cache without resume=True.
+        As many pages as fit are read into memory, on the host tier first, and verified; `prefetch` copies them to the device.
+        Raises OutOfBlocks when the device tier has no block for the last page and none can be spilled, as while a step is
+        open. Raises TierIOError when the disk cannot be read or does nothing for `disk_timeout` seconds, and InvalidArgument
+        in a cache without resume=True.
         """
         try:
             handle = self._with_room(partial(self._core.load, _key(key)), np.empty(0, np.uint64), np.empty(0, np.int64))

@@ -28,7 +28,8 @@ class Uncopied:
 class Sequence(Uncopied):
     """One request, beam or branch: a list of tokens whose K and V the cache holds. Made by `Cache.create` and `fork`.
 
-    A sequence that is garbage collected is released at the cache's next step or `load`.
+    `len` counts its tokens, also those that have left a window, but none that were dropped. A sequence that is garbage
+    collected is released at the cache's next step or `load`.
     """
 
     __slots__ = ("__weakref__", "_cache", "_handle")
@@ -72,7 +73,8 @@ class Sequence(Uncopied):
         """Removes the tokens [start, stop): a context shift. No bytes move.
 
         Positions only grow: later tokens keep the positions they were stored with, and tokens before the gap are seen as if
-        they stood right before it (`AttentionLayer.rope` says how to rotate queries for that). Once pages have left a window,
+        they stood right before those after it (`AttentionLayer.rope` says how to rotate queries for that). So new tokens go
+        on at the same position as without the drop, also if the last ones were dropped. Once pages have left a window,
         raises InvalidArgument for sinks, and for more than `len(self) - rewind_limit` of the tokens still kept: the window
         would reach back to tokens that have left.
         """

@@ -17,6 +17,7 @@ class BlockCounts:
     free: int
     """Blocks that the group could take now, if the others took none: groups share the memory of a tier."""
     used: int
+    """Blocks with a page, of a sequence or kept by `save`. The next step that needs the room of copies takes it."""
     draining: int
     """Blocks that become free when the steps and copies that may use them have ended."""
 
@@ -47,7 +48,7 @@ class Stats:
     """A snapshot of a cache."""
 
     block_bytes: tuple[int, ...]
-    """Bytes of a block, by layer group."""
+    """Bytes of a block, by layer group: layers of the same shape, formats and window, in the order of their first layers."""
     device: tuple[BlockCounts, ...]
     """Blocks of the device tier, by layer group."""
     host: tuple[BlockCounts, ...]

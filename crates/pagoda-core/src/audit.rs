@@ -4,7 +4,7 @@ use crate::cache::{Cache, GroupKind, uncovered};
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, BlockRef, GroupId, PageId, Tier};
 use crate::limits::TOKENS_PER_SEQUENCE_MAX;
-use crate::pages::{Page, Slot};
+use crate::pages::Slot;
 use crate::table::{Left, Sequence, Span, Table};
 use crate::work::RUN_ROWS;
 use std::collections::{HashMap, HashSet};
@@ -90,10 +90,8 @@ impl Cache {
             *counts.entry(page).or_default() += count;
             require!(self.pages[page].ready(Tier::Disk).is_some(), "page {page:?} is kept, and not on disk");
         }
-        let several = |page: &Page| page.slots.iter().filter(|slot| **slot != Slot::Empty).count() > 1;
-        let on_several = self.pages.iter().filter(|(_, page)| several(page)).map(|(id, _)| id);
         require!(
-            on_several.eq(self.pages.spread().map(|(id, _)| id)),
+            self.pages.spread_is_right(),
             "pages on more than one tier are not those that are said to be"
         );
         for (id, page) in self.pages.iter() {

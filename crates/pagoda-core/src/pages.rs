@@ -1,7 +1,7 @@
 //! Pages and the state of their blocks: the one source of truth about what may be read where.
 
 use crate::ids::{BlockId, BlockRef, GroupId, PageId, TicketId, Tier};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// What a page has on one tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +56,12 @@ impl Page {
     }
 }
 
+/// How many kinds of pages `Pages::kind` tells apart.
+const KINDS: usize = 2 << Tier::COUNT;
+
+/// The bit of `Pages::kind` for pages that are kept on disk.
+const KEPT: usize = 1 << Tier::COUNT;
+
 /// Every page of a cache. Reference counts are stored separately, because a fork touches nothing else.
 #[derive(Debug, Default)]
 pub(crate) struct Pages {
@@ -66,8 +72,8 @@ pub(crate) struct Pages {
     shared: u64,
     /// How often a page is kept on disk.
     kept: HashMap<PageId, u32>,
-    /// Pages with blocks on more than one tier.
-    spread: BTreeSet<PageId>,
+    /// Pages with blocks on more than one tier, by `kind`, then by layer group.
+    spread: [BTreeSet<(GroupId, PageId)>; KINDS],
     vacant: Vec<PageId>,
 }
 
@@ -98,25 +104,56 @@ impl Pages {
     /// Forgets a page that nobody refers to and no copy touches. Its blocks are the caller's to free.
     pub(crate) fn close(&mut self, id: PageId) {
         debug_assert_eq!(self.references(id), 0);
-        self[id].slots = [Slot::Empty; Tier::COUNT];
-        self.spread.remove(&id);
+        self.change(id, |pages| pages[id].slots = [Slot::Empty; Tier::COUNT]);
         self.vacant.push(id);
     }
 
     /// Changes what a page has on a tier; returns what it had.
     pub(crate) fn place(&mut self, id: PageId, tier: Tier, slot: Slot) -> Slot {
-        let before = std::mem::replace(&mut self[id].slots[tier.index()], slot);
-        if self[id].slots.iter().filter(|slot| **slot != Slot::Empty).count() > 1 {
-            self.spread.insert(id);
-        } else {
-            self.spread.remove(&id);
-        }
-        before
+        self.change(id, |pages| std::mem::replace(&mut pages[id].slots[tier.index()], slot))
     }
 
-    /// Every page with blocks on more than one tier.
-    pub(crate) fn spread(&self) -> impl Iterator<Item = (PageId, &Page)> {
-        self.spread.iter().map(|&id| (id, &self[id]))
+    /// Changes where a page has blocks, or whether it is kept.
+    fn change<T>(&mut self, id: PageId, change: impl FnOnce(&mut Self) -> T) -> T {
+        let (group, before) = (self[id].group, self.kind(id));
+        let result = change(self);
+        let after = self.kind(id);
+        if before != after {
+            before.map(|kind| self.spread[kind].remove(&(group, id)));
+            after.map(|kind| self.spread[kind].insert((group, id)));
+        }
+        result
+    }
+
+    /// Of a page with blocks on more than one tier: a bit for each of these tiers, and one if it is kept.
+    fn kind(&self, id: PageId) -> Option<usize> {
+        let slots = self[id].slots.iter().enumerate().filter(|(_, slot)| **slot != Slot::Empty);
+        let tiers = slots.fold(0_usize, |tiers, (tier, _)| tiers | 1 << tier);
+        (tiers.count_ones() > 1).then(|| if self.kept(id) > 0 { tiers | KEPT } else { tiers })
+    }
+
+    /// Pages of a group whose block on `tier` may have become superfluous: it is on a faster tier too or, if kept, on disk. There
+    /// may be very many others with blocks on more than one tier, and these are not looked at.
+    pub(crate) fn spare(&self, tier: Tier, group: GroupId) -> impl Iterator<Item = (PageId, &Page)> {
+        let (on, faster, disk) = (1 << tier.index(), (1 << tier.index()) - 1, 1 << Tier::Disk.index());
+        let kinds = (0..KINDS).filter(move |kind| match (kind & on > 0, kind & KEPT > 0) {
+            (false, _) => false,
+            (true, false) => kind & faster > 0,
+            (true, true) => tier != Tier::Disk && kind & (faster | disk) > 0,
+        });
+        let first = PageId::new(0);
+        let of_group = (group, first)..(GroupId(group.0 + 1), first);
+        kinds.flat_map(move |kind| self.spread[kind].range(of_group.clone())).map(|&(_, id)| (id, &self[id]))
+    }
+
+    /// Whether the pages with blocks on more than one tier are listed as what they are, and no others.
+    pub(crate) fn spread_is_right(&self) -> bool {
+        let of_kind = |(kind, pages): (usize, &BTreeSet<_>)| {
+            pages.iter().map(move |&(group, id)| (kind, group, id)).collect()
+        };
+        let listed: Vec<Vec<_>> = self.spread.iter().enumerate().map(of_kind).collect();
+        let right = self.iter().filter_map(|(id, page)| Some((self.kind(id)?, page.group, id)));
+        listed.into_iter().flatten().collect::<HashSet<_>>() == right.collect()
     }
 
     /// Sets the generation of every page, as if its bytes had been reopened that often.
@@ -156,16 +193,18 @@ impl Pages {
 
     /// Makes the copy on disk stay, whatever moves.
     pub(crate) fn keep(&mut self, id: PageId) {
-        *self.kept.entry(id).or_default() += 1;
+        self.change(id, |pages| *pages.kept.entry(id).or_default() += 1);
     }
 
     /// Undoes one `keep`.
     pub(crate) fn unkeep(&mut self, id: PageId) {
-        let count = self.kept.get_mut(&id).expect("kept before");
-        *count -= 1;
-        if *count == 0 {
-            self.kept.remove(&id);
-        }
+        self.change(id, |pages| {
+            let count = pages.kept.get_mut(&id).expect("kept before");
+            *count -= 1;
+            if *count == 0 {
+                pages.kept.remove(&id);
+            }
+        });
     }
 
     /// How often the page is kept: this many of its references are not from sequences.

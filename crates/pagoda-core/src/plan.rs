@@ -266,7 +266,7 @@ impl Cache {
         wanted: impl Fn(PageId, BlockId) -> bool,
     ) -> usize {
         self.settle();
-        let spare = self.pages.spread().filter(|&(id, page)| {
+        let spare = self.pages.spare(tier, group).filter(|&(id, page)| {
             let kept = self.pages.kept(id);
             let can_be_spared = match tier {
                 Tier::Disk if kept > 0 => false,
@@ -275,10 +275,7 @@ impl Cache {
                 }
                 _ => page.fastest().is_some_and(|at| at.tier() < tier),
             };
-            page.group == group
-                && page.copies == 0
-                && page.ready(tier).is_some_and(|block| wanted(id, block))
-                && can_be_spared
+            page.copies == 0 && page.ready(tier).is_some_and(|block| wanted(id, block)) && can_be_spared
         });
         let spare: Vec<PageId> = spare.map(|(id, _)| id).take(pages_max).collect();
         for &id in &spare {

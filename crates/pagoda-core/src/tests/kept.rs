@@ -43,6 +43,25 @@ fn copies_of_what_is_kept_are_spared_in_memory_alone() {
     }
 }
 
+/// A tier that is full is searched for them again and again, and there may be very many that others need.
+#[test]
+fn only_copies_that_may_be_spared_are_looked_at() {
+    let (mut cache, sequence) = filled(16);
+    let looked_at = |cache: &Cache| Tier::ALL.map(|tier| cache.pages.spare(tier, GroupId(0)).count());
+    let to_disk = plan(&cache, sequence, Tier::Disk, 0..16, true);
+    carry_out(&mut cache, &to_disk);
+    assert_eq!(looked_at(&cache), [0, 0, 4]);
+    let (kept, _) = cache.keep(sequence).unwrap();
+    assert_eq!(looked_at(&cache), [4, 0, 0]);
+    cache.forget(kept);
+    assert_eq!(looked_at(&cache), [0, 0, 4]);
+    let to_host = plan(&cache, sequence, Tier::Host, 0..16, false);
+    carry_out(&mut cache, &to_host);
+    assert_eq!(looked_at(&cache), [0, 0, 4]);
+    cache.release(sequence).unwrap();
+    assert_eq!(looked_at(&cache), [0, 0, 0]);
+}
+
 /// Whatever is refused, sequences or blocks, nothing stays taken.
 #[test]
 fn what_is_kept_is_not_revived_by_halves() {
