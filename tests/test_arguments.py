@@ -384,6 +384,7 @@ CALLS: Calls = {
     ),
     "Cache.load": (lambda world, **given: world.cache.load(**given), {"key": P("key", "text nul")}),
     "Cache.forget": (lambda world, **given: world.cache.forget(**given), {"key": P("key", "text nul")}),
+    "Cache.meta": (lambda world, **given: world.cache.meta(**given), {"key": P("key", "text nul")}),
     "Sequence.truncate": (
         lambda world, **given: world.sequence.truncate(**given),
         {"length": P(40, "0 1")},

@@ -62,6 +62,7 @@ def test_a_sequence_is_found_again_by_the_next_cache(
         kept = Tokens(tokens.sequence, list(tokens.k), list(tokens.v))
     with opened(tmp_path, retention=retention) as cache:
         assert cache.saved() == {"it": b"turn 1", "longer": b""}
+        assert [cache.meta(key) for key in ("it", "longer", "none")] == [b"turn 1", b"", None]
         cache.audit()
         mirror = Mirror(cache)
         longer = load(mirror, "longer", kept)

@@ -396,7 +396,7 @@ class Cache(Uncopied):
 
         The sequence itself does not change. Pages that are already on disk are not written again. tokens: save only
         [start, stop), as `truncate(stop)` and then `drop(0, start)` would leave them: they keep their positions. meta: up to
-        64 MiB, which `saved` returns. Waits for moves of its pages that are under way.
+        64 MiB, which `meta` returns. Waits for moves of its pages that are under way.
 
         Raises InvalidArgument in a cache without resume=True, and while a step is open if full pages are not on disk yet:
         they arrive there between steps. Raises OutOfBlocks when the disk tier is full. Raises TierIOError when the disk fails
@@ -478,6 +478,10 @@ class Cache(Uncopied):
     def saved(self) -> dict[str, bytes]:
         """The keys under which sequences are kept, and their `meta`; empty in a cache without resume=True."""
         return self._core.saved()
+
+    def meta(self, key: str) -> bytes | None:
+        """The `meta` of what is kept under a key; None if there is nothing, and in a cache without resume=True."""
+        return self._core.meta(_key(key))
 
     def stats(self) -> Stats:
         """Blocks and bytes by tier, and counters. The time it takes grows with sequences, not with their pages."""

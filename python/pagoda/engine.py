@@ -204,6 +204,9 @@ class Engine(Protocol):
     def saved(self) -> dict[str, bytes]:
         """The keys, and the `meta` of each."""
 
+    def meta(self, key: str) -> bytes | None:
+        """The `meta` of a key; None if nothing is kept under it."""
+
     def lost(self) -> list[tuple[str, str]]:
         """Keys that were lost when the directory was opened, and why."""
 

@@ -119,8 +119,12 @@ impl Pages {
         let result = change(self);
         let after = self.kind(id);
         if before != after {
-            before.map(|kind| self.spread[kind].remove(&(group, id)));
-            after.map(|kind| self.spread[kind].insert((group, id)));
+            if let Some(kind) = before {
+                self.spread[kind].remove(&(group, id));
+            }
+            if let Some(kind) = after {
+                self.spread[kind].insert((group, id));
+            }
         }
         result
     }

@@ -177,6 +177,11 @@ impl Cache {
         })
     }
 
+    /// What the caller added to what is kept under a key; None if there is nothing.
+    fn meta(&self, py: Python<'_>, key: &str) -> PyResult<Option<Vec<u8>>> {
+        self.with(py, |inner| Ok(inner.sessions.kept.get(key).map(|(_, meta)| meta.clone())))
+    }
+
     /// Keys that were lost when the cache was opened, and why.
     fn lost(&self, py: Python<'_>) -> PyResult<Vec<(String, String)>> {
         self.with(py, |inner| Ok(inner.sessions.lost.clone()))

@@ -140,7 +140,7 @@ def _sequence(arguments: argparse.Namespace, cache: Any, prompt: npt.NDArray[np.
     """The sequence kept under --session if the text begins with it, without the last token of the text; else an empty one."""
     if arguments.session is None:
         return cache.create()
-    mark = cache.saved().get(arguments.session, b"")
+    mark = cache.meta(arguments.session) or b""
     kept = int.from_bytes(mark[:MARK_COUNT], "little")
     sequence = cache.load(arguments.session) if mark == _mark(arguments.model, prompt[:kept]) else None
     if sequence is None:

@@ -170,7 +170,8 @@ class DeviceEngine:
         self.drop_copies, self.pages_on_disk, self.attended = core.drop_copies, core.pages_on_disk, core.attended
         self.step_is_open, self.drained_blocks = core.step_is_open, core.drained_blocks
         self.ended_sequences = core.ended_sequences
-        self.forget, self.saved, self.lost, self.check_save = core.forget, core.saved, core.lost, core.check_save
+        self.forget, self.saved, self.meta, self.lost = core.forget, core.saved, core.meta, core.lost
+        self.check_save = core.check_save
 
     @in_turn
     def declare(self, sequences: int, new_tokens: int, context: int, tokens: int) -> None:
