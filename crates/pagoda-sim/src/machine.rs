@@ -691,6 +691,7 @@ impl Machine {
         while self.streaming.reads.count() > 0 {
             self.read_a_little()?;
         }
+        self.release_slots()?;
         self.cache.retire(self.retirable(self.minted)).map_err(|error| error.to_string())?;
         for Live { id, .. } in std::mem::take(&mut self.live) {
             self.cache.release(id).map_err(|error| error.to_string())?;
