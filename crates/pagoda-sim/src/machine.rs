@@ -1,6 +1,6 @@
 //! What a caller may do to a cache, and the naive model of it: the tokens of every sequence.
 
-use crate::copies::{Job, Owed};
+use crate::copies::{Job, Late, Owed};
 use crate::drive::{Conduct, Drive};
 use crate::memory::{Memory, Place};
 use crate::random::Random;
@@ -78,6 +78,7 @@ pub(crate) struct Machine {
     pub(crate) minted: u64,
     pub(crate) jobs: Vec<Job>,
     pub(crate) owed: Vec<Owed>,
+    pub(crate) late: Vec<Late>,
     pub(crate) live: Vec<Live>,
     /// Sequences that read a corrupt page. A caller would not keep them for long.
     pub(crate) doomed: Vec<SequenceId>,
@@ -96,7 +97,7 @@ pub(crate) struct Machine {
 type Operation = fn(&mut Machine) -> Outcome;
 
 /// Every operation: how often it occurs in 1000, and its name.
-const OPERATIONS: [(usize, &str, Operation); 26] = [
+const OPERATIONS: [(usize, &str, Operation); 27] = [
     (25, "create", Machine::create),
     (30, "fork", Machine::fork),
     (25, "release", Machine::release),
@@ -115,6 +116,7 @@ const OPERATIONS: [(usize, &str, Operation); 26] = [
     (130, "copy a little", Machine::copy_a_little),
     (70, "report copies", Machine::report_one),
     (10, "a link fails", Machine::fail_link),
+    (15, "make late copies", Machine::end_late),
     (30, "save", Machine::save),
     (25, "load", Machine::load),
     (5, "forget", Machine::forget),
@@ -142,6 +144,7 @@ impl Machine {
             minted: 0,
             jobs: Vec::new(),
             owed: Vec::new(),
+            late: Vec::new(),
             live: Vec::new(),
             doomed: Vec::new(),
             sessions: Sessions::default(),
@@ -221,7 +224,7 @@ impl Machine {
     }
 
     /// Passes on what the core said about a sequence, which it must refuse exactly while a step uses it.
-    fn unless_stepping<T>(&self, id: SequenceId, result: Result<T, Error>) -> Outcome<Option<T>> {
+    pub(crate) fn unless_stepping<T>(&self, id: SequenceId, result: Result<T, Error>) -> Outcome<Option<T>> {
         ensure!(result.is_err() == self.is_stepping(id), "refused or not: {:?}", result.err());
         Ok(result.ok())
     }
@@ -352,7 +355,10 @@ impl Machine {
         }
         let copies = self.cache.step_copies().iter().copied();
         let (from_disk, in_memory): (Vec<_>, Vec<_>) = copies.partition(|copy| copy.from.0 == Tier::Disk);
-        if self.copy_disk(&from_disk)?.is_err() {
+        let since = Some(Epoch(self.minted));
+        if self.gives_up(&from_disk, Late { since, ..Late::default() })
+            || self.copy_disk(&from_disk)?.is_err()
+        {
             return self.end(Cache::rollback);
         }
         self.stream.extend(in_memory.into_iter().map(Kernel::Copy));
@@ -585,7 +591,8 @@ impl Machine {
     fn make_room(&mut self) -> Outcome {
         let below: Vec<_> = self.shape.tiers().filter(|tier| *tier != Tier::Device).collect();
         let (to, group) = (below[self.random.below(below.len())], GroupId(0));
-        for id in self.cache.resting((Tier::Device, to), group, self.random.once_in(2), 2, &[]) {
+        let late: Vec<_> = self.late.iter().filter_map(|late| late.sequence).collect();
+        for id in self.cache.resting((Tier::Device, to), group, self.random.once_in(2), 2, &late) {
             let len = self.tokens(id)?.all.len() as u64;
             let mut selection = Selection::of(0..len, self.shape.group_ids().collect());
             selection.from = Some(Tier::Device);
@@ -657,6 +664,7 @@ impl Machine {
         self.streaming.leave();
         self.jobs.clear();
         self.owed.clear();
+        self.late.clear();
         self.live.clear();
         self.doomed.clear();
         self.released.clear();
@@ -683,6 +691,9 @@ impl Machine {
         self.rollback()?;
         while !self.jobs.is_empty() {
             self.report(0, false)?;
+        }
+        while !self.late.is_empty() {
+            self.end_late()?;
         }
         self.look_around()?;
         self.hear_failures()?;

@@ -91,10 +91,12 @@ impl Streaming {
 }
 
 impl Machine {
-    /// The epoch that can retire once everything up to `epoch` has, except for reads ahead.
+    /// The epoch that can retire once everything up to `epoch` has, except for reads ahead and late copies.
     pub(crate) fn retirable(&self, epoch: u64) -> Epoch {
-        let since = self.streaming.ring.since().filter(|_| self.missing != Some(Missing::FenceOfReads));
-        since.map_or(Epoch(epoch), |since| since.min(Epoch(epoch)))
+        let read = self.streaming.ring.since().filter(|_| self.missing != Some(Missing::FenceOfReads));
+        let late = self.late.iter().filter_map(|late| late.since);
+        let late = late.filter(|_| self.missing != Some(Missing::FenceOfLateCopies));
+        read.into_iter().chain(late).fold(Epoch(epoch), Epoch::min)
     }
 
     /// Processes some of what the open step has to read, as far as it has arrived; now and then out of order.
@@ -233,8 +235,10 @@ impl Machine {
 
     /// Nothing that is written to may be under a read.
     pub(crate) fn require_unread(&self, group: GroupId, block: BlockId) -> Outcome {
+        let mut late = self.late.iter().flat_map(|late| &late.copies);
         ensure!(
-            !self.streaming.reads.reads(group, block),
+            !self.streaming.reads.reads(group, block)
+                && !late.any(|copy| (copy.group, copy.from) == (group, (Tier::Disk, block))),
             "{block:?} of {group:?} is written to under a read"
         );
         Ok(())
