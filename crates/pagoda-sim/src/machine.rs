@@ -8,7 +8,7 @@ use crate::sessions::Sessions;
 use crate::shape::Shape;
 use crate::streaming::Streaming;
 use crate::{Missing, Tally};
-use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
+use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::{BlockCopy, Plan, Selection};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::{Cache, Error};
@@ -97,7 +97,7 @@ pub(crate) struct Machine {
 type Operation = fn(&mut Machine) -> Outcome;
 
 /// Every operation: how often it occurs in 1000, and its name.
-const OPERATIONS: [(usize, &str, Operation); 27] = [
+const OPERATIONS: [(usize, &str, Operation); 28] = [
     (25, "create", Machine::create),
     (30, "fork", Machine::fork),
     (25, "release", Machine::release),
@@ -124,6 +124,7 @@ const OPERATIONS: [(usize, &str, Operation); 27] = [
     (15, "read what is kept", Machine::check_any_key),
     (80, "harm the drive", Machine::do_harm),
     (30, "give memory back", Machine::trim),
+    (60, "zero freed blocks", Machine::zero),
     (5, "kill or lose power", Machine::restart),
 ];
 
@@ -387,6 +388,10 @@ impl Machine {
                 }
                 self.streaming.list(id, self.shape.group(group).layers, &on_disk);
                 let slots: Vec<_> = self.cache.step_slots(index, group).collect();
+                for &(block, _) in slots.iter().filter(|(_, row)| self.shape.zeroes && *row == 0) {
+                    let bytes = self.memory.block((Tier::Device, group, block));
+                    ensure!(Memory::is_blank(bytes), "{block:?} of {group:?} is handed out as it was");
+                }
                 ensure!(slots == appended, "{id:?} is to append to {slots:?}, not to {appended:?}");
             }
             step.push((id, new));
@@ -656,6 +661,29 @@ impl Machine {
         Ok(())
     }
 
+    /// Zeroes freed blocks, like the binding.
+    fn zero(&mut self) -> Outcome {
+        let (cache, memory, mut on_disk) = (&mut self.cache, &mut self.memory, Vec::new());
+        cache.zero(|tier, group, blocks| {
+            if tier == Tier::Disk {
+                on_disk.push((group, blocks));
+                return false;
+            }
+            memory.zero(tier, group, blocks);
+            true
+        });
+        for (group, blocks) in on_disk {
+            blocks.clone().try_for_each(|block| self.require_unread(group, BlockId::new(block)))?;
+            let zeroed = self.drive.store.zero(group, blocks.clone());
+            if self.judge(zeroed)?.is_ok() {
+                self.tally.see("zeroed: runs of blocks on disk", 1);
+                self.cache.zero(|tier, of, run| (tier, of, run) == (Tier::Disk, group, blocks.clone()));
+            }
+        }
+        self.streaming.forget_gone();
+        Ok(())
+    }
+
     /// The process ends, and everything that it had in memory is lost.
     pub(crate) fn die(&mut self) {
         self.memory = Memory::new(&self.shape);
@@ -710,6 +738,11 @@ impl Machine {
         for kept in self.sessions.all() {
             self.cache.forget(kept);
         }
+        for (key, _) in self.drive.store.entries() {
+            let deleted = self.drive.store.delete(&key);
+            self.judge(deleted)?.map_err(|error| error.to_string())?;
+        }
+        self.zero()?;
         self.cache.audit().map_err(|error| error.to_string())?;
         for tier in Tier::ALL {
             for group in self.shape.group_ids() {
@@ -719,6 +752,18 @@ impl Machine {
                     "{counts:?} of {group:?} are left on {tier}"
                 );
             }
+        }
+        if self.shape.zeroes {
+            let in_memory = [Tier::Device, Tier::Host].map(|tier| Memory::is_blank(self.memory.tier(tier)));
+            ensure!(in_memory == [true; 2], "of what was released there is some left in memory");
+            // What keys had keeps its bytes: the store has not forgotten it.
+            let nothing_was_kept = self.drive.store.entries().is_empty();
+            let is_blank = self.drive.disk.with("pages", |bytes| Memory::is_blank(bytes));
+            let works = self.drive.conduct == Conduct::Works;
+            ensure!(
+                is_blank || !nothing_was_kept || !works,
+                "of what was released there is some left on disk"
+            );
         }
         self.trim()
     }

@@ -76,6 +76,11 @@ impl Streaming {
         }
     }
 
+    /// Drops what was read ahead of pages that are gone, in a store that zeroes.
+    pub(crate) fn forget_gone(&mut self) {
+        self.ring.forget_gone();
+    }
+
     /// The step has ended.
     pub(crate) fn leave(&mut self) {
         self.passes.clear();

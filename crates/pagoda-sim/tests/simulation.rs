@@ -100,6 +100,12 @@ fn a_page_that_leaves_its_window_too_early_is_noticed() {
 }
 
 #[test]
+fn blocks_that_are_handed_out_before_they_are_zeroed_are_noticed() {
+    let failure = notices(Missing::Fence(Fence::Zeros));
+    assert!(failure.what.contains("is handed out as it was"), "{failure}");
+}
+
+#[test]
 fn copies_that_do_not_wait_for_kernels_are_noticed() {
     let failure = notices(Missing::CopiesAfterKernels);
     assert!(failure.what.contains("is not that of token"), "{failure}");
