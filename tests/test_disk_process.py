@@ -1081,6 +1081,44 @@ def test_what_a_late_load_reads_is_not_written_to(device: str, what: str, tmp_pa
     run(SILENT + REPLACED, tmp_path / "kept", device, what)
 
 
+GIVES_BACK = """
+import faulthandler
+from silence import let, next_call
+closes()
+# The first page is refused, and gives space back that it does not have.
+cache = opened(disk=sys.argv[1] + "-small", resume=False, disk_writes_per_day=4096, spill=False, **device)
+mirror, tokens = mirrored(cache, 40)
+drive, threads = silence("fallocate"), []
+def supervise():
+    while True:
+        call = next_call(drive)
+        threads.append(call.thread)
+        let(drive, call)
+threading.Thread(target=supervise, daemon=True).start()
+# It cannot answer a thread that calls with the interpreter's lock held.
+faulthandler.dump_traceback_later(60, exit=True)
+for _ in range(100):
+    with pytest.raises(pagoda.TierIOError, match="4096 a day"):
+        cache.demote(tokens.sequence, to="disk").wait()
+assert len(threads) >= 200
+assert os.getpid() not in threads
+mirror.look()
+cache.audit()
+closes()
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_space_of_pages_that_were_not_written_is_given_back_in_the_background(device: str, tmp_path: Path) -> None:
+    """The drive may take any time for it, and the caller has the locks of the cache and of the interpreter."""
+    if not silence.is_possible():
+        pytest.skip("no system calls can be held up")
+    if device == "cuda":
+        emulator.require()
+    run(SILENT + GIVES_BACK, tmp_path / "kept", device)
+
+
 LIMITED = """
 import resource
 from datetime import timedelta
