@@ -1041,6 +1041,84 @@ def test_a_save_waits_for_blocks_that_drain(tmp_path: Path) -> None:
     run(SILENT + DRAINING, tmp_path / "kept", "cpu")
 
 
+REPLACED = """
+from silence import let, next_call
+closes()
+cache = reopened(disk_timeout=0.2)
+drive, reads = silence(*PAGES), []
+def supervise():
+    reads.append(next_call(drive))
+    answer(drive)
+threading.Thread(target=supervise).start()
+with pytest.raises(pagoda.TierIOError, match=GIVEN_UP):
+    cache.load("it")
+if sys.argv[3] == "forgotten":
+    soon(lambda: cache.forget("it") or "it" not in cache.saved())
+else:
+    soon(lambda: cache.save(cache.create(), "it") or True)
+# Pages of another sequence go wherever there is room.
+mirror, tokens = mirrored(cache, 200)
+assert cache.demote(tokens.sequence, to="disk").wait(60)
+before = cache.stats()
+let(drive, reads[0])
+soon(lambda: cache.stats().sequences < before.sequences)
+mirror.look()
+cache.audit()
+assert cache.stats().disk_io.corrupt == 0, "a block was written to under a read"
+assert cache.stats().disk[0].used < before.disk[0].used
+closes()
+print("fine")
+"""
+
+
+@pytest.mark.parametrize(("device", "what"), [("cpu", "forgotten"), ("cpu", "replaced"), ("cuda", "forgotten")])
+def test_what_a_late_load_reads_is_not_written_to(device: str, what: str, tmp_path: Path) -> None:
+    """The call has given up; its read goes on, and what is kept under its key is forgotten meanwhile."""
+    if not silence.is_possible():
+        pytest.skip("no system calls can be held up")
+    if device == "cuda":
+        emulator.require()
+    run(SILENT + REPLACED, tmp_path / "kept", device, what)
+
+
+GIVES_BACK = """
+import faulthandler
+from silence import let, next_call
+closes()
+# The first page is refused, and gives space back that it does not have.
+cache = opened(disk=sys.argv[1] + "-small", resume=False, disk_writes_per_day=4096, spill=False, **device)
+mirror, tokens = mirrored(cache, 40)
+drive, threads = silence("fallocate"), []
+def supervise():
+    while True:
+        call = next_call(drive)
+        threads.append(call.thread)
+        let(drive, call)
+threading.Thread(target=supervise, daemon=True).start()
+# It cannot answer a thread that calls with the interpreter's lock held.
+faulthandler.dump_traceback_later(60, exit=True)
+for _ in range(100):
+    with pytest.raises(pagoda.TierIOError, match="4096 a day"):
+        cache.demote(tokens.sequence, to="disk").wait()
+assert len(threads) >= 200
+assert os.getpid() not in threads
+mirror.look()
+cache.audit()
+closes()
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_space_of_pages_that_were_not_written_is_given_back_in_the_background(device: str, tmp_path: Path) -> None:
+    """The drive may take any time for it, and the caller has the locks of the cache and of the interpreter."""
+    if not silence.is_possible():
+        pytest.skip("no system calls can be held up")
+    if device == "cuda":
+        emulator.require()
+    run(SILENT + GIVES_BACK, tmp_path / "kept", device)
+
+
 LIMITED = """
 import resource
 from datetime import timedelta

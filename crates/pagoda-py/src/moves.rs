@@ -25,6 +25,8 @@ pub(crate) type Link<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 pub(crate) struct Held {
     pub(crate) sequence: Option<SequenceId>,
     pub(crate) kept: Option<KeptId>,
+    /// What they read from. Its key keeps it or, if it is forgotten meanwhile, `kept`.
+    pub(crate) source: Option<KeptId>,
 }
 
 /// Copies whose call has given up waiting.
@@ -167,11 +169,19 @@ impl Inner {
         self.disk.as_ref().map_or(Duration::ZERO, |disk| disk.reads.timeout())
     }
 
-    pub(crate) fn let_go(&mut self, Held { sequence, kept }: Held) -> pagoda_core::Result<()> {
+    pub(crate) fn let_go(&mut self, Held { sequence, kept, .. }: Held) -> pagoda_core::Result<()> {
         if let Some(kept) = kept {
-            self.core.forget(kept);
+            self.forget_kept(kept);
         }
         sequence.map_or(Ok(()), |sequence| self.core.release(sequence))
+    }
+
+    /// Lets go of a kept sequence, once no late copies read from its blocks.
+    pub(crate) fn forget_kept(&mut self, kept: KeptId) {
+        match self.late.iter_mut().find(|late| late.held.source == Some(kept)) {
+            Some(reader) => reader.held.kept = Some(kept),
+            None => self.core.forget(kept),
+        }
     }
 
     /// Lets go of what late copies needed, once they have ended.

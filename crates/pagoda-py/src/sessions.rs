@@ -123,7 +123,7 @@ impl Cache {
         // A fork, so that open pages do not change while they are copied.
         let own =
             inner.core.fork(SequenceId::of_number(sequence)).map_err(|error| errors::core(py, &error))?;
-        let mut held = Held { sequence: Some(own), kept: None };
+        let mut held = Held { sequence: Some(own), ..Held::default() };
         let (kept, copies) = match inner.core.keep(own) {
             Ok(keeping) => keeping,
             Err(error) => {
@@ -155,7 +155,7 @@ impl Cache {
         let Some(&(kept, _)) = inner.sessions.kept.get(key) else { return Ok(None) };
         inner.zero(py)?;
         let (id, copies) = inner.core.revive(kept).map_err(|error| errors::core(py, &error))?;
-        let held = Held { sequence: Some(id), kept: None };
+        let held = Held { sequence: Some(id), source: Some(kept), kept: None };
         inner.copy_now(py, &copies, held, link).map_err(|unmade| unmade.raise(py, &inner.core))?;
         Ok(Some(Handle::new(id, &self.abandoned)))
     }
@@ -239,7 +239,7 @@ impl Inner {
             }
             (Err(_), to) => to,
         };
-        gone.into_iter().for_each(|(kept, _)| self.core.forget(kept));
+        gone.into_iter().for_each(|(kept, _)| self.forget_kept(kept));
         if is_sure {
             // The index has been written since these failed, so they cannot be found any more. The list may also have saves
             // that failed after that but were waited for earlier; they stay.

@@ -11,6 +11,7 @@ use pagoda_store::Waiter;
 use pagoda_store::disk::Store;
 use pyo3::prelude::*;
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
@@ -51,13 +52,16 @@ pub(crate) struct Ticket {
     pub(crate) transfers: Vec<u64>,
     /// The copies that disk threads have been given, by the number of the first.
     pub(crate) on_disk: Mutex<HashMap<usize, Completion>>,
+    /// Whether no more copies are made, see `end_copies`.
+    ends: AtomicBool,
     /// What the core has reported about it.
     failure: OnceLock<pagoda_core::Error>,
 }
 
 impl Ticket {
     fn new(id: TicketId, completion: Completion, copies: Vec<BlockCopy>, transfers: Vec<u64>) -> Self {
-        Self { id, completion, copies, transfers, on_disk: Mutex::default(), failure: OnceLock::new() }
+        let (on_disk, ends, failure) = (Mutex::default(), AtomicBool::new(false), OnceLock::new());
+        Self { id, completion, copies, transfers, on_disk, ends, failure }
     }
 }
 
@@ -70,7 +74,7 @@ impl Ticket {
     }
 }
 
-/// Copies between the disk and host memory that a ticket needs.
+/// Copies between the disk and host memory that a ticket needs, or its end.
 #[pyclass(frozen, module = "pagoda._core")]
 pub(crate) struct DiskCopies {
     pub(crate) completion: Completion,
@@ -236,32 +240,43 @@ impl Cache {
         })
     }
 
-    /// Notes that the first `copied` of a ticket's copies have arrived and that no other will, for the reason in `why`. A
-    /// second call is no error.
-    fn end_copies(&self, py: Python<'_>, ticket: &Ticket, copied: u32, why: Option<Why<'_>>) -> PyResult<()> {
+    /// Notes that the first `copied` of a ticket's copies have arrived and that no other will, for the reason in `why`. Blocks
+    /// on disk that others were written to give their space back first: the ticket ends with what is returned, and is listed
+    /// until a call finds that it has ended. A repeated call starts nothing more.
+    fn end_copies(
+        &self,
+        py: Python<'_>,
+        ticket: &Ticket,
+        copied: u32,
+        why: Option<Why<'_>>,
+    ) -> PyResult<DiskCopies> {
         self.with(py, |inner| {
-            if let Engine::Device(device) = &mut inner.engine {
-                device.moving.retain(|moving| moving.get().id != ticket.id);
-            }
-            if ticket.completion.copied().is_some() {
-                return Ok(());
-            }
-            if let Some(store) = inner.store() {
-                for copy in ticket.copies[copied as usize..].iter().filter(|copy| copy.to.0 == Tier::Disk) {
-                    // Blocks that count as not written need no space. If the system refuses, they keep it, which is no error.
-                    let _ = py.detach(|| store.give_back(copy.group, &[copy.to.1]));
-                }
-            }
             let failure = match why {
                 Some(Why::OnDisk(copies)) => copies.completion.failure().cloned(),
                 Some(Why::Told(reason)) => Some(Failure::Io(reason)),
                 None => None,
             };
-            match failure {
-                Some(failure) => ticket.completion.fail(copied, failure),
-                None => ticket.completion.finish(copied),
+            if !ticket.ends.swap(true, Ordering::Relaxed) {
+                let on_disk = |copy: &BlockCopy| (copy.to.0 == Tier::Disk).then_some((copy.group, copy.to.1));
+                let written: Vec<_> = ticket.copies.iter().map(on_disk).collect();
+                let (copied, completion) = (copied as usize, ticket.completion.clone());
+                if written[copied..].iter().any(Option::is_some) {
+                    inner.mover.end(copied, written, failure, completion);
+                } else if let Some(failure) = failure {
+                    completion.fail(copied as u32, failure);
+                } else {
+                    completion.finish(copied as u32);
+                }
             }
-            Ok(())
+            if let Engine::Device(device) = &mut inner.engine
+                && ticket.completion.copied().is_some()
+            {
+                device.moving.retain(|moving| moving.get().id != ticket.id);
+            }
+            let (completion, waiter, limit) =
+                (ticket.completion.clone(), inner.mover.waiter(), inner.disk_timeout());
+            let store = inner.store().map_or_else(Weak::new, Arc::downgrade);
+            Ok(DiskCopies { completion, waiter, store, limit })
         })
     }
 

@@ -6,7 +6,7 @@ use crate::memory::Place;
 use crate::shape::WORD;
 use pagoda_core::Error;
 use pagoda_core::fence::{Completion, Failure};
-use pagoda_core::ids::{TicketId, Tier};
+use pagoda_core::ids::{Epoch, KeptId, SequenceId, TicketId, Tier};
 use pagoda_core::plan::{BlockCopy, Plan};
 use std::ops::Range;
 
@@ -31,6 +31,21 @@ struct Part {
     /// Bytes that have been copied, if in memory.
     copied: usize,
     outcome: Option<Result<(), Failure>>,
+}
+
+/// Copies to or from disk whose call has given up; they are made all the same, at any later time.
+#[derive(Default)]
+pub(crate) struct Late {
+    pub(crate) copies: Vec<BlockCopy>,
+    /// The step whose kernels may have written what is copied.
+    pub(crate) behind: u64,
+    /// For copies of a step: the last step that had been closed when they began.
+    pub(crate) since: Option<Epoch>,
+    /// What is let go of when they have ended.
+    pub(crate) sequence: Option<SequenceId>,
+    pub(crate) kept: Option<KeptId>,
+    /// What they read from, while its key keeps it.
+    pub(crate) source: Option<KeptId>,
 }
 
 /// A failure that the core still has to report.
@@ -100,6 +115,37 @@ impl Machine {
                 Ok(false)
             }
             Err(error) => Err(format!("{error} of {plan:?}")),
+        }
+    }
+
+    /// Whether a call gives up now on the copies that it needs; if so, they are made later.
+    pub(crate) fn gives_up(&mut self, copies: &[BlockCopy], needs: Late) -> bool {
+        let gives_up = !copies.is_empty() && self.random.once_in(4);
+        if gives_up {
+            self.late.push(Late { copies: copies.to_vec(), behind: self.minted, ..needs });
+            self.tally.see("copies: calls that gave up", 1);
+        }
+        gives_up
+    }
+
+    /// Makes some late copies, and lets go of what they needed.
+    pub(crate) fn end_late(&mut self) -> Outcome {
+        if self.late.is_empty() {
+            return Ok(());
+        }
+        let late = self.late.swap_remove(self.random.below(self.late.len()));
+        self.run_stream(late.behind)?;
+        // The call has had an error already.
+        let _ = self.copy_disk(&late.copies)?;
+        late.kept.into_iter().for_each(|kept| self.forget_kept(kept));
+        late.sequence.map_or(Ok(()), |id| self.cache.release(id)).map_err(|error| error.to_string())
+    }
+
+    /// Lets go of a kept sequence, like the binding: once no late copies read from its blocks.
+    pub(crate) fn forget_kept(&mut self, kept: KeptId) {
+        match self.late.iter_mut().find(|late| late.source == Some(kept)) {
+            Some(reader) => reader.kept = Some(kept),
+            None => self.cache.forget(kept),
         }
     }
 

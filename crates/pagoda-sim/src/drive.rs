@@ -62,6 +62,9 @@ impl Drive {
 /// Opens the store of a disk.
 fn open(disk: &FaultyDisk, shape: &Shape) -> Result<(Arc<Store>, Lane, Recovered), Error> {
     let (store, recovered) = Store::open(disk, shape.geometry(), FINGERPRINT, None)?;
+    if shape.zeroes {
+        store.zero_on_free()?;
+    }
     let store = Arc::new(store);
     let lane = store.lane()?;
     Ok((store, lane, recovered))

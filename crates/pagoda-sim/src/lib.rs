@@ -39,6 +39,8 @@ pub enum Missing {
     EndOfReads,
     /// Steps retire although reads that they began are still under way.
     FenceOfReads,
+    /// Steps retire although copies are still under way for which an earlier step did not wait.
+    FenceOfLateCopies,
 }
 
 /// Why a simulation failed.

@@ -1,6 +1,6 @@
 //! What a caller may do to a cache, and the naive model of it: the tokens of every sequence.
 
-use crate::copies::{Job, Owed};
+use crate::copies::{Job, Late, Owed};
 use crate::drive::{Conduct, Drive};
 use crate::memory::{Memory, Place};
 use crate::random::Random;
@@ -8,7 +8,7 @@ use crate::sessions::Sessions;
 use crate::shape::Shape;
 use crate::streaming::Streaming;
 use crate::{Missing, Tally};
-use pagoda_core::ids::{Epoch, GroupId, SequenceId, Tier};
+use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
 use pagoda_core::plan::{BlockCopy, Plan, Selection};
 use pagoda_core::table::{Sight, SpanView};
 use pagoda_core::{Cache, Error};
@@ -78,6 +78,7 @@ pub(crate) struct Machine {
     pub(crate) minted: u64,
     pub(crate) jobs: Vec<Job>,
     pub(crate) owed: Vec<Owed>,
+    pub(crate) late: Vec<Late>,
     pub(crate) live: Vec<Live>,
     /// Sequences that read a corrupt page. A caller would not keep them for long.
     pub(crate) doomed: Vec<SequenceId>,
@@ -96,7 +97,7 @@ pub(crate) struct Machine {
 type Operation = fn(&mut Machine) -> Outcome;
 
 /// Every operation: how often it occurs in 1000, and its name.
-const OPERATIONS: [(usize, &str, Operation); 26] = [
+const OPERATIONS: [(usize, &str, Operation); 28] = [
     (25, "create", Machine::create),
     (30, "fork", Machine::fork),
     (25, "release", Machine::release),
@@ -115,6 +116,7 @@ const OPERATIONS: [(usize, &str, Operation); 26] = [
     (130, "copy a little", Machine::copy_a_little),
     (70, "report copies", Machine::report_one),
     (10, "a link fails", Machine::fail_link),
+    (15, "make late copies", Machine::end_late),
     (30, "save", Machine::save),
     (25, "load", Machine::load),
     (5, "forget", Machine::forget),
@@ -122,6 +124,7 @@ const OPERATIONS: [(usize, &str, Operation); 26] = [
     (15, "read what is kept", Machine::check_any_key),
     (80, "harm the drive", Machine::do_harm),
     (30, "give memory back", Machine::trim),
+    (60, "zero freed blocks", Machine::zero),
     (5, "kill or lose power", Machine::restart),
 ];
 
@@ -142,6 +145,7 @@ impl Machine {
             minted: 0,
             jobs: Vec::new(),
             owed: Vec::new(),
+            late: Vec::new(),
             live: Vec::new(),
             doomed: Vec::new(),
             sessions: Sessions::default(),
@@ -221,7 +225,7 @@ impl Machine {
     }
 
     /// Passes on what the core said about a sequence, which it must refuse exactly while a step uses it.
-    fn unless_stepping<T>(&self, id: SequenceId, result: Result<T, Error>) -> Outcome<Option<T>> {
+    pub(crate) fn unless_stepping<T>(&self, id: SequenceId, result: Result<T, Error>) -> Outcome<Option<T>> {
         ensure!(result.is_err() == self.is_stepping(id), "refused or not: {:?}", result.err());
         Ok(result.ok())
     }
@@ -352,7 +356,10 @@ impl Machine {
         }
         let copies = self.cache.step_copies().iter().copied();
         let (from_disk, in_memory): (Vec<_>, Vec<_>) = copies.partition(|copy| copy.from.0 == Tier::Disk);
-        if self.copy_disk(&from_disk)?.is_err() {
+        let since = Some(Epoch(self.minted));
+        if self.gives_up(&from_disk, Late { since, ..Late::default() })
+            || self.copy_disk(&from_disk)?.is_err()
+        {
             return self.end(Cache::rollback);
         }
         self.stream.extend(in_memory.into_iter().map(Kernel::Copy));
@@ -381,6 +388,10 @@ impl Machine {
                 }
                 self.streaming.list(id, self.shape.group(group).layers, &on_disk);
                 let slots: Vec<_> = self.cache.step_slots(index, group).collect();
+                for &(block, _) in slots.iter().filter(|(_, row)| self.shape.zeroes && *row == 0) {
+                    let bytes = self.memory.block((Tier::Device, group, block));
+                    ensure!(Memory::is_blank(bytes), "{block:?} of {group:?} is handed out as it was");
+                }
                 ensure!(slots == appended, "{id:?} is to append to {slots:?}, not to {appended:?}");
             }
             step.push((id, new));
@@ -585,7 +596,8 @@ impl Machine {
     fn make_room(&mut self) -> Outcome {
         let below: Vec<_> = self.shape.tiers().filter(|tier| *tier != Tier::Device).collect();
         let (to, group) = (below[self.random.below(below.len())], GroupId(0));
-        for id in self.cache.resting((Tier::Device, to), group, self.random.once_in(2), 2, &[]) {
+        let late: Vec<_> = self.late.iter().filter_map(|late| late.sequence).collect();
+        for id in self.cache.resting((Tier::Device, to), group, self.random.once_in(2), 2, &late) {
             let len = self.tokens(id)?.all.len() as u64;
             let mut selection = Selection::of(0..len, self.shape.group_ids().collect());
             selection.from = Some(Tier::Device);
@@ -649,6 +661,29 @@ impl Machine {
         Ok(())
     }
 
+    /// Zeroes freed blocks, like the binding.
+    fn zero(&mut self) -> Outcome {
+        let (cache, memory, mut on_disk) = (&mut self.cache, &mut self.memory, Vec::new());
+        cache.zero(|tier, group, blocks| {
+            if tier == Tier::Disk {
+                on_disk.push((group, blocks));
+                return false;
+            }
+            memory.zero(tier, group, blocks);
+            true
+        });
+        for (group, blocks) in on_disk {
+            blocks.clone().try_for_each(|block| self.require_unread(group, BlockId::new(block)))?;
+            let zeroed = self.drive.store.zero(group, blocks.clone());
+            if self.judge(zeroed)?.is_ok() {
+                self.tally.see("zeroed: runs of blocks on disk", 1);
+                self.cache.zero(|tier, of, run| (tier, of, run) == (Tier::Disk, group, blocks.clone()));
+            }
+        }
+        self.streaming.forget_gone();
+        Ok(())
+    }
+
     /// The process ends, and everything that it had in memory is lost.
     pub(crate) fn die(&mut self) {
         self.memory = Memory::new(&self.shape);
@@ -657,6 +692,7 @@ impl Machine {
         self.streaming.leave();
         self.jobs.clear();
         self.owed.clear();
+        self.late.clear();
         self.live.clear();
         self.doomed.clear();
         self.released.clear();
@@ -684,6 +720,9 @@ impl Machine {
         while !self.jobs.is_empty() {
             self.report(0, false)?;
         }
+        while !self.late.is_empty() {
+            self.end_late()?;
+        }
         self.look_around()?;
         self.hear_failures()?;
         ensure!(self.owed.is_empty(), "{} failures were never told", self.owed.len());
@@ -691,6 +730,7 @@ impl Machine {
         while self.streaming.reads.count() > 0 {
             self.read_a_little()?;
         }
+        self.release_slots()?;
         self.cache.retire(self.retirable(self.minted)).map_err(|error| error.to_string())?;
         for Live { id, .. } in std::mem::take(&mut self.live) {
             self.cache.release(id).map_err(|error| error.to_string())?;
@@ -698,6 +738,11 @@ impl Machine {
         for kept in self.sessions.all() {
             self.cache.forget(kept);
         }
+        for (key, _) in self.drive.store.entries() {
+            let deleted = self.drive.store.delete(&key);
+            self.judge(deleted)?.map_err(|error| error.to_string())?;
+        }
+        self.zero()?;
         self.cache.audit().map_err(|error| error.to_string())?;
         for tier in Tier::ALL {
             for group in self.shape.group_ids() {
@@ -707,6 +752,18 @@ impl Machine {
                     "{counts:?} of {group:?} are left on {tier}"
                 );
             }
+        }
+        if self.shape.zeroes {
+            let in_memory = [Tier::Device, Tier::Host].map(|tier| Memory::is_blank(self.memory.tier(tier)));
+            ensure!(in_memory == [true; 2], "of what was released there is some left in memory");
+            // What keys had keeps its bytes: the store has not forgotten it.
+            let nothing_was_kept = self.drive.store.entries().is_empty();
+            let is_blank = self.drive.disk.with("pages", |bytes| Memory::is_blank(bytes));
+            let works = self.drive.conduct == Conduct::Works;
+            ensure!(
+                is_blank || !nothing_was_kept || !works,
+                "of what was released there is some left on disk"
+            );
         }
         self.trim()
     }

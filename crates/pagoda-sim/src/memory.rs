@@ -39,6 +39,21 @@ impl Memory {
         self.block_mut(to)[range].copy_from_slice(&bytes);
     }
 
+    /// Zeroes some blocks.
+    pub(crate) fn zero(&mut self, tier: Tier, group: GroupId, blocks: Range<u32>) {
+        blocks.for_each(|block| self.block_mut((tier, group, BlockId::new(block))).fill(0));
+    }
+
+    /// Whether nothing is there of what was written.
+    pub(crate) fn is_blank(bytes: &[u8]) -> bool {
+        bytes.iter().all(|byte| [0, POISON].contains(byte))
+    }
+
+    /// The bytes of a tier.
+    pub(crate) fn tier(&self, tier: Tier) -> &[u8] {
+        &self.tiers[tier.index()]
+    }
+
     /// A range of a tier loses its content.
     pub(crate) fn forget(&mut self, tier: Tier, range: Range<u64>) {
         self.tiers[tier.index()][range.start as usize..range.end as usize].fill(POISON);

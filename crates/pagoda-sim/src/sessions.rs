@@ -1,5 +1,6 @@
 //! Sequences that are kept under keys, and what remains of them when a process ends.
 
+use crate::copies::Late;
 use crate::drive::Conduct;
 use crate::machine::{Machine, Outcome, Tokens, ensure, placed};
 use pagoda_core::Error;
@@ -53,8 +54,18 @@ impl Machine {
         if self.launch(&plan)? && self.jobs.len() > jobs {
             self.report(jobs, false)?;
         }
-        let (kept, copies) = match self.cache.keep(live.id) {
-            Ok(kept) => kept,
+        // A fork, so that open pages do not change while they are copied.
+        let own = self.cache.fork(live.id);
+        let Some(own) = self.unless_stepping(live.id, own)? else { return Ok(()) };
+        let keeping = self.cache.keep(own);
+        if let Ok((kept, copies)) = &keeping
+            && self.gives_up(copies, Late { sequence: Some(own), kept: Some(*kept), ..Late::default() })
+        {
+            return Ok(());
+        }
+        self.cache.release(own).map_err(|error| error.to_string())?;
+        let (kept, copies) = match keeping {
+            Ok(keeping) => keeping,
             Err(Error::OutOfBlocks { tier: Tier::Disk, .. }) => {
                 self.tally.see("refused: saves without room", 1);
                 return Ok(());
@@ -91,7 +102,7 @@ impl Machine {
         self.forget_doubtful();
         *self.sessions.possible(&key) = vec![Some(save)];
         if let Some((before, _)) = self.sessions.kept.insert(key, (kept, save)) {
-            self.cache.forget(before);
+            self.forget_kept(before);
         }
         Ok(())
     }
@@ -103,6 +114,10 @@ impl Machine {
         };
         match self.cache.revive(kept) {
             Ok((id, copies)) => {
+                let needs = Late { sequence: Some(id), source: Some(kept), ..Late::default() };
+                if self.gives_up(&copies, needs) {
+                    return Ok(());
+                }
                 if self.copy_now(&copies)?.is_err() {
                     return self.cache.release(id).map_err(|error| error.to_string());
                 }
@@ -130,8 +145,9 @@ impl Machine {
         self.forget_doubtful();
         *self.sessions.possible(&key) = vec![None];
         if let Some((kept, _)) = self.sessions.kept.remove(&key) {
-            self.cache.forget(kept);
-            ensure!(self.cache.revive(kept).is_err(), "what was forgotten is found");
+            self.forget_kept(kept);
+            let is_read = self.late.iter().any(|late| late.source == Some(kept));
+            ensure!(is_read || self.cache.revive(kept).is_err(), "what was forgotten is found");
         }
         Ok(())
     }

@@ -29,6 +29,8 @@ pub(crate) struct Shape {
     /// Bytes of the device and of the host; 0 if absent.
     memory: [u64; 2],
     extent_bytes: u64,
+    /// Whether freed blocks are zeroed.
+    pub(crate) zeroes: bool,
     /// Bytes of the disk tier now, and at most.
     budget: u64,
     budget_max: u64,
@@ -101,6 +103,7 @@ impl Shape {
             memory: memory.map(|blocks| blocks as u64 * largest),
             extent_bytes: largest * random.within(1..5) as u64,
             groups,
+            zeroes: random.once_in(3),
             budget,
             budget_max: budget * 4,
         }
@@ -145,6 +148,11 @@ impl Shape {
         };
         let groups: Vec<_> = self.groups.iter().map(group).collect();
         let [device, host] = self.memory.map(|bytes| TierMemory { bytes, extent_bytes: self.extent_bytes });
-        pagoda_core::Cache::new(&groups, [device, host, on_disk]).expect("a cache of this shape")
+        let mut cache =
+            pagoda_core::Cache::new(&groups, [device, host, on_disk]).expect("a cache of this shape");
+        if self.zeroes {
+            cache.zero_on_free();
+        }
+        cache
     }
 }

@@ -11,7 +11,7 @@ use pagoda_core::ids::{BlockId, Epoch, GroupId, SequenceId, Tier};
 use pagoda_store::by_hand::ByHand;
 use pagoda_store::disk::Store;
 use pagoda_store::disk::io::ALIGN;
-use pagoda_store::{LayerOfPages, Ring, Unread};
+use pagoda_store::{Filled, LayerOfPages, Ring, Slab, Unread};
 use std::sync::Arc;
 
 /// The ring of a cache, and what the open step has to read through it.
@@ -20,13 +20,16 @@ pub(crate) struct Streaming {
     pub(crate) reads: ByHand,
     /// Pages that fit a slot.
     pages: usize,
-    /// The passes of the open step, in the order in which they are processed.
+    /// The passes of the open step, in the order in which they are usually processed.
     passes: Vec<Pass>,
-    /// The first pass that has not been processed.
+    /// The next pass to process.
     next: usize,
+    /// Slots that something still reads, as a device may after its step has ended.
+    held: Vec<(Filled, Pass)>,
 }
 
 /// One layer of some pages of a sequence.
+#[derive(Clone)]
 struct Pass {
     sequence: SequenceId,
     what: LayerOfPages,
@@ -46,10 +49,15 @@ enum Passed {
 
 impl Streaming {
     pub(crate) fn new(store: &Arc<Store>, random: &mut Random) -> Self {
-        let pages = random.within(1..5);
-        let ring = Ring::new(store, pages).expect("memory for some pages");
+        let (pages, geometry) = (random.within(1..5), store.geometry());
+        let groups = (0..geometry.groups() as u8).map(GroupId);
+        let layers = groups.flat_map(|group| (0..geometry.layers(group)).map(move |layer| (group, layer)));
+        let largest = layers.map(|(group, layer)| geometry.stored_run(group, layer)).max().expect("a layer");
+        let slot_bytes = pages as u64 * largest;
+        let slab = Slab::new(random.within(1..16) * slot_bytes as usize).expect("memory for some pages");
+        let ring = Ring::over(store, slab, slot_bytes);
         let reads = ByHand::new(store, ALIGN * random.within(1..4) as u64);
-        Self { ring, reads, pages, passes: Vec::new(), next: 0 }
+        Self { ring, reads, pages, passes: Vec::new(), next: 0, held: Vec::new() }
     }
 
     /// Lists what the newly opened step has to read of a sequence in one group: places, rows and tokens in their order.
@@ -68,6 +76,11 @@ impl Streaming {
         }
     }
 
+    /// Drops what was read ahead of pages that are gone, in a store that zeroes.
+    pub(crate) fn forget_gone(&mut self) {
+        self.ring.forget_gone();
+    }
+
     /// The step has ended.
     pub(crate) fn leave(&mut self) {
         self.passes.clear();
@@ -83,14 +96,19 @@ impl Streaming {
 }
 
 impl Machine {
-    /// The epoch that can retire once everything up to `epoch` has, except for reads ahead.
+    /// The epoch that can retire once everything up to `epoch` has, except for reads ahead and late copies.
     pub(crate) fn retirable(&self, epoch: u64) -> Epoch {
-        let since = self.streaming.ring.since().filter(|_| self.missing != Some(Missing::FenceOfReads));
-        since.map_or(Epoch(epoch), |since| since.min(Epoch(epoch)))
+        let read = self.streaming.ring.since().filter(|_| self.missing != Some(Missing::FenceOfReads));
+        let late = self.late.iter().filter_map(|late| late.since);
+        let late = late.filter(|_| self.missing != Some(Missing::FenceOfLateCopies));
+        read.into_iter().chain(late).fold(Epoch(epoch), Epoch::min)
     }
 
-    /// Processes some of what the open step has to read, as far as it has arrived.
+    /// Processes some of what the open step has to read, as far as it has arrived; now and then out of order.
     pub(crate) fn attend_a_little(&mut self) -> Outcome {
+        if self.random.once_in(8) {
+            self.streaming.next = self.random.below(self.streaming.passes.len() + 1);
+        }
         for _ in 0..self.random.within(1..8) {
             if self.pass()? != Passed::Over {
                 break;
@@ -112,9 +130,10 @@ impl Machine {
                     self.tally.see("streamed: steps that gave up", 1);
                     self.give_up()?;
                 }
+                Passed::Waits if self.streaming.reads.count() > 0 => self.read_a_little()?,
                 Passed::Waits => {
-                    ensure!(self.streaming.reads.count() > 0, "a step waits, and nothing is under way");
-                    self.read_a_little()?;
+                    ensure!(!self.streaming.held.is_empty(), "a step waits, and nothing is under way");
+                    self.release_slot()?;
                 }
             }
             waited += 1;
@@ -134,18 +153,12 @@ impl Machine {
         }
         match self.streaming.ring.take() {
             Ok(filled) => {
-                let Streaming { ring, passes, .. } = &self.streaming;
-                let Pass { what, rows, .. } = &passes[at];
-                let shape = self.shape.group(what.group);
-                for &(page, row, token) in rows {
-                    let right = shape.run_holds(ring.page(&filled, page), what.layer, row, token);
-                    ensure!(
-                        right,
-                        "row {row} of page {page} of {what:?} in the ring is not that of token {token}"
-                    );
+                let pass = self.streaming.passes[at].clone();
+                self.check_slot(&filled, &pass)?;
+                self.streaming.held.push((filled, pass));
+                if !self.random.once_in(4) {
+                    self.release_slot()?;
                 }
-                self.tally.see("checked: rows in the ring", rows.len() as u64);
-                self.streaming.ring.release(filled);
                 self.streaming.next += 1;
                 self.read_ahead();
                 Ok(Passed::Over)
@@ -161,10 +174,42 @@ impl Machine {
                 if let Failure::Corrupt(_) = failure {
                     self.doomed.extend(holders);
                 }
+                if self.random.once_in(4) {
+                    self.tally.see("streamed: passes that were tried again", 1);
+                    return Ok(Passed::Over);
+                }
                 self.give_up()?;
                 Ok(Passed::End)
             }
         }
+    }
+
+    /// Gives one of the slots back that were held, which still has what was read into it.
+    fn release_slot(&mut self) -> Outcome {
+        let at = self.random.below(self.streaming.held.len());
+        let (filled, pass) = self.streaming.held.swap_remove(at);
+        self.check_slot(&filled, &pass)?;
+        self.streaming.ring.release(filled);
+        Ok(())
+    }
+
+    /// Gives all slots back that were held.
+    pub(crate) fn release_slots(&mut self) -> Outcome {
+        while !self.streaming.held.is_empty() {
+            self.release_slot()?;
+        }
+        Ok(())
+    }
+
+    /// Compares every word of every row of a slot.
+    fn check_slot(&mut self, filled: &Filled, Pass { what, rows, .. }: &Pass) -> Outcome {
+        let shape = self.shape.group(what.group);
+        for &(page, row, token) in rows {
+            let right = shape.run_holds(self.streaming.ring.page(filled, page), what.layer, row, token);
+            ensure!(right, "row {row} of page {page} of {what:?} in the ring is not that of token {token}");
+        }
+        self.tally.see("checked: rows in the ring", rows.len() as u64);
+        Ok(())
     }
 
     fn give_up(&mut self) -> Outcome {
@@ -195,8 +240,10 @@ impl Machine {
 
     /// Nothing that is written to may be under a read.
     pub(crate) fn require_unread(&self, group: GroupId, block: BlockId) -> Outcome {
+        let mut late = self.late.iter().flat_map(|late| &late.copies);
         ensure!(
-            !self.streaming.reads.reads(group, block),
+            !self.streaming.reads.reads(group, block)
+                && !late.any(|copy| (copy.group, copy.from) == (group, (Tier::Disk, block))),
             "{block:?} of {group:?} is written to under a read"
         );
         Ok(())

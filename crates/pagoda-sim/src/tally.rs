@@ -133,6 +133,7 @@ fn errno_name(errno: i32) -> &'static str {
 fn site_name(site: Site) -> &'static str {
     match site {
         Site::Open => "opening",
+        Site::Zero => "pages zeroed",
         Site::Read => "pages read",
         Site::Write => "pages written",
         Site::Sync => "sync",

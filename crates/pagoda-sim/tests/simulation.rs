@@ -31,13 +31,13 @@ fn no_wrong_byte_is_ever_served() {
     }
     assert!(tally.operation_count() >= operations);
     let seen = |what: &str| tally.seen.get(what).copied().unwrap_or(0);
-    let often =
-        ["steps", "saves", "loads", "pages read", "pages written", "copies: made again", "copies: dropped"];
+    let often = ["steps", "saves", "loads", "pages read", "pages written"];
+    let copies = ["made again", "dropped", "calls that gave up"].map(|what| format!("copies: {what}"));
     let refusals = ["without room", "with pages on disk"].map(|why| format!("refused: steps {why}"));
     let streamed = ["checked: rows in the ring", "streamed: parts of reads", "streamed: steps that gave up"];
     let told = ["told: corrupt pages", "told: failed copies", "refused: stale plans", "restarts: keys found"];
-    for what in often.iter().chain(&streamed).chain(&told).copied().chain(refusals.iter().map(String::as_str))
-    {
+    let named = refusals.iter().chain(&copies).map(String::as_str);
+    for what in often.iter().chain(&streamed).chain(&told).copied().chain(named) {
         assert!(
             seen(what) > operations / 4000,
             "the operations miss the point, too little of {what}:\n{tally}"
@@ -100,6 +100,12 @@ fn a_page_that_leaves_its_window_too_early_is_noticed() {
 }
 
 #[test]
+fn blocks_that_are_handed_out_before_they_are_zeroed_are_noticed() {
+    let failure = notices(Missing::Fence(Fence::Zeros));
+    assert!(failure.what.contains("is handed out as it was"), "{failure}");
+}
+
+#[test]
 fn copies_that_do_not_wait_for_kernels_are_noticed() {
     let failure = notices(Missing::CopiesAfterKernels);
     assert!(failure.what.contains("is not that of token"), "{failure}");
@@ -129,4 +135,9 @@ fn steps_that_retire_under_their_reads_are_noticed() {
     // The block has lost its page, or has another one.
     let seen = ["nothing was written to it", "is written to under a read"];
     assert!(seen.iter().any(|what| failure.what.contains(what)), "{failure}");
+}
+
+#[test]
+fn steps_that_retire_under_late_copies_are_noticed() {
+    notices(Missing::FenceOfLateCopies);
 }

@@ -3,7 +3,7 @@
 use crate::disk::io::ALIGN;
 use crate::disk::{Error, Lane, Store};
 use crate::{Slab, lock};
-use pagoda_core::fence::Completion;
+use pagoda_core::fence::{Completion, Failure};
 use pagoda_core::ids::{BlockId, GroupId};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -125,14 +125,13 @@ impl Mover {
     pub unsafe fn send(&self, transfers: Vec<Transfer>, completion: Completion) {
         transfers.iter().for_each(|transfer| self.check(transfer));
         let written = transfers.iter().map(Transfer::written).collect();
-        let job = self.job(transfers.len(), written, completion);
         let parts = cut(&transfers);
+        let job = self.job(parts.len(), transfers.len(), written, completion, None);
         for range in &parts {
             let queue = if transfers[range.start].on_disk().is_some() { &self.disk } else { &self.memory };
             let work = Work::Copies(transfers[range.clone()].to_vec());
             job.begin(queue, work, range.start);
         }
-        job.end(Ok(()), 0);
     }
 
     /// Reads one layer of pages in the background, one page after the other, into `slab` from `offset` on. Each page's layer
@@ -149,14 +148,14 @@ impl Mover {
         let end = unit.checked_mul(what.blocks.len() as u64).and_then(|bytes| bytes.checked_add(offset));
         assert!(end.is_some_and(|end| end <= slab.bytes() as u64), "{what:?} leaves its slab");
         assert!(offset.is_multiple_of(ALIGN), "offset {offset} is not aligned");
-        let job = self.job(what.blocks.len(), Vec::new(), completion);
         let most = (self.fetch_bytes / unit).max(1) as usize;
-        for (part, blocks) in what.blocks.chunks(most).enumerate() {
+        let parts = what.blocks.chunks(most);
+        let job = self.job(parts.len(), what.blocks.len(), Vec::new(), completion, None);
+        for (part, blocks) in parts.enumerate() {
             let first = part * most;
             let read = LayerOfPages { blocks: blocks.to_vec(), ..*what };
             job.begin(&self.disk, Work::Layer(read, slab.clone(), offset + unit * first as u64), first);
         }
-        job.end(Ok(()), 0);
     }
 
     /// Gives back, in the background, the space of a range of the disk's arena that has no blocks any more. Later writes to
@@ -166,20 +165,37 @@ impl Mover {
     /// When there is no disk.
     pub fn discard(&self, arena: Range<u64>) {
         let hole = self.store.as_ref().expect("a disk").hole(arena);
-        let job = self.job(0, Vec::new(), Completion::new());
+        let job = self.job(1, 0, Vec::new(), Completion::new(), None);
         // If the system refuses, the space stays taken, which is no error.
         job.begin(&self.disk, Work::Discard(hole), 0);
-        job.end(Ok(()), 0);
+    }
+
+    /// Ends, in the background, what was sent as several jobs, of which the first `copied` copies count. `written`: for each
+    /// of them the block on disk that it may have been written to. Those of the others give their space back.
+    ///
+    /// # Panics
+    /// When there is no disk.
+    pub fn end(
+        &self,
+        copied: usize,
+        written: Vec<Option<(GroupId, BlockId)>>,
+        failure: Option<Failure>,
+        completion: Completion,
+    ) {
+        let job = self.job(1, copied, written, completion, failure);
+        job.begin(&self.disk, Work::End, copied);
     }
 
     /// See [`Job::new`].
     fn job(
         &self,
+        parts: usize,
         transfers: usize,
         written: Vec<Option<(GroupId, BlockId)>>,
         completion: Completion,
+        failure: Option<Failure>,
     ) -> Arc<Job> {
-        Job::new(transfers, written, self.store.clone(), self.waiter.clone(), completion)
+        Job::new(parts, transfers, written, self.store.clone(), self.waiter.clone(), completion, failure)
     }
 
     /// Copies now, in memory.
@@ -262,6 +278,7 @@ fn serve(mut lane: Lane, slabs: &[Arc<Slab>], inbox: &Mutex<Receiver<Part>>) {
             Work::Copies(transfers) => transfer(&mut lane, slabs, transfers),
             Work::Layer(what, slab, offset) => read_layer(&mut lane, what, slab, *offset),
             Work::Discard(hole) => hole.punch(),
+            Work::End => Ok(()),
         };
         part.end(result);
     }

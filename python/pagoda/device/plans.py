@@ -70,13 +70,14 @@ class Part:
 @dataclass(eq=False)
 class Plan:
     """A plan under way. first: a part before which all have ended. copied: the number of copies before the first that failed;
-    `why` is the reason or has it."""
+    `why` is the reason or has it. end: what it waits for when all parts have ended."""
 
     rows: Rows
     parts: list[Part]
     copied: int
     first: int = 0
     why: _core.DiskCopies | str | None = None
+    end: Pending | None = None
 
     @property
     def follows(self) -> bool:
@@ -123,7 +124,10 @@ class Plans:
         self._take_in()
         if ticket not in self._under_way:
             return None
-        for plan in (self._under_way[ticket], *self._under_way.values()):
+        own = self._under_way[ticket]
+        if own.end is not None:
+            return own.end
+        for plan in (own, *self._under_way.values()):
             for part in plan.left():
                 if part.now[1] is not None:
                     return part.now[1]
@@ -158,8 +162,9 @@ class Plans:
                     free.add(part.at)
             link_is_busy |= plan.follows
             if next(plan.left(), None) is None:
-                self._core.end_copies(ticket, plan.copied, plan.why)
-                del self._under_way[ticket]
+                plan.end = self._core.end_copies(ticket, plan.copied, plan.why)
+                if plan.end.done():
+                    del self._under_way[ticket]
 
     def close(self) -> None:
         """Waits for the device's copies and starts no others. The core waits for the threads of the disk."""

@@ -23,6 +23,8 @@ pub(super) enum Work {
     Layer(LayerOfPages, Arc<Slab>, u64),
     /// Gives space on disk back.
     Discard(Hole),
+    /// Nothing, but what ends the job.
+    End,
 }
 
 /// What `send` or `fetch` was given, until its last part is done.
@@ -47,23 +49,29 @@ pub(super) struct JobState {
 pub struct Waiter(Arc<(Mutex<usize>, Condvar)>);
 
 impl Job {
-    /// A job without parts. It finishes when all parts have ended and the caller, too, has called `end` after it began the
-    /// last one. `written`: for each transfer, the block on disk that it writes to.
+    /// A job of so many parts, which finishes with the last of them. No part ends in the thread that begins it, since the end
+    /// may have to wait for the drive. `written`: for each transfer, the block on disk that it writes to. `failure`: why there
+    /// are no more.
     pub(super) fn new(
+        parts: usize,
         transfers: usize,
         written: Vec<Option<(GroupId, BlockId)>>,
         store: Option<Arc<Store>>,
         waiter: Waiter,
         completion: Completion,
+        failure: Option<Failure>,
     ) -> Arc<Self> {
-        let state = Mutex::new(JobState { parts_left: 1, copied: transfers, failure: None });
+        let state = Mutex::new(JobState { parts_left: parts.max(1), copied: transfers, failure });
         *waiter.unfinished() += 1;
-        Arc::new(Self { completion, waiter, state, store, written })
+        let job = Arc::new(Self { completion, waiter, state, store, written });
+        if parts == 0 {
+            job.end(Ok(()), 0);
+        }
+        job
     }
 
     /// Hands a part to the threads of a queue.
     pub(super) fn begin(self: &Arc<Self>, queue: &Option<Sender<Part>>, work: Work, first: usize) {
-        lock(&self.state).parts_left += 1;
         let part = Part { work, first, job: self.clone() };
         queue.as_ref().expect("lives until drop").send(part).expect("the threads live until drop");
     }

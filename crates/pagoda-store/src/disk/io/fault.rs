@@ -55,6 +55,8 @@ pub enum Site {
     Read,
     /// Writing pages.
     Write,
+    /// Zeroing pages.
+    Zero,
     /// Syncing either file.
     Sync,
     /// Reading the index.
@@ -242,10 +244,10 @@ impl State {
         self.faults.remove(&(self.operations - 1))
     }
 
-    /// The next operation opens something: fails if a fault is due.
-    fn admit(&mut self) -> io::Result<()> {
+    /// The next operation does it all or nothing: fails if a fault is due.
+    fn admit(&mut self, site: Site) -> io::Result<()> {
         let Some(fault @ Fault::Errno(errno)) = self.next() else { return Ok(()) };
-        self.events.push(Event::Happened(Cause::Fault(fault, Site::Open)));
+        self.events.push(Event::Happened(Cause::Fault(fault, site)));
         Err(io::Error::from_raw_os_error(errno))
     }
 
@@ -410,7 +412,7 @@ impl Directory for FaultyDisk {
 
     fn scratch(&self) -> io::Result<Arc<dyn File>> {
         let mut state = self.0.lock().unwrap();
-        state.admit()?;
+        state.admit(Site::Open)?;
         state.scratched += 1;
         let name = format!("scratch {}", state.scratched);
         drop(state);
@@ -419,7 +421,7 @@ impl Directory for FaultyDisk {
 
     fn lock(&self, name: &str) -> io::Result<(Arc<dyn File>, Box<dyn Directory>)> {
         let mut state = self.0.lock().unwrap();
-        state.admit()?;
+        state.admit(Site::Open)?;
         if std::mem::replace(&mut state.files.entry(name.into()).or_default().locked, true) {
             return Err(io::ErrorKind::WouldBlock.into());
         }
@@ -512,9 +514,7 @@ impl File for Open {
     }
 
     fn zero(&self, range: Range<u64>) -> io::Result<()> {
-        if let Some(Fault::Errno(errno)) = self.disk.0.lock().unwrap().next() {
-            return Err(io::Error::from_raw_os_error(errno));
-        }
+        self.disk.0.lock().unwrap().admit(Site::Zero)?;
         self.discard(range)
     }
 
@@ -527,7 +527,7 @@ impl File for Open {
     }
 
     fn lane(&self) -> io::Result<Box<dyn Lane>> {
-        self.disk.0.lock().unwrap().admit()?;
+        self.disk.0.lock().unwrap().admit(Site::Open)?;
         Ok(Box::new(Open { disk: self.disk.clone(), name: self.name.clone(), locks: false }))
     }
 }
