@@ -53,6 +53,7 @@ pub mod limits;
 mod pages;
 pub mod plan;
 mod rest;
+mod sequences;
 pub mod step;
 mod sync;
 pub mod table;

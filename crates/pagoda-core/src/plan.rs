@@ -6,8 +6,9 @@ use crate::error::{Error, Result};
 use crate::fence::{Completion, Failure, Fence};
 use crate::ids::{BlockId, GroupId, PageId, SequenceId, TicketId, Tier};
 use crate::pages::Slot;
+use crate::sequences::Sequence;
 use crate::step::Phase;
-use crate::table::{Sequence, Table};
+use crate::table::Table;
 use std::collections::HashSet;
 use std::ops::Range;
 
