@@ -360,6 +360,14 @@ def test_a_share_of_a_row_that_is_null_is_absent(scaling: dict[str, Any] | None)
         assert layer.rope.rotary_dim is None
 
 
+@pytest.mark.parametrize("share", [0, 1.5, float("nan"), True, "0.5"])
+def test_shares_of_a_row_that_cannot_be(share: Any) -> None:
+    config = PRESETS["qwen3.5-0.8b"]
+    with pytest.raises(InvalidArgument, match=rf"^config\.partial_rotary_factor = {share!r}: above 0, at most 1$"):
+        ModelSpec.from_config(config | {"partial_rotary_factor": share})
+    assert rope_of(config | {"rope_scaling": {}, "partial_rotary_factor": 1}).rotary_dim is None
+
+
 @pytest.mark.parametrize("place", ["config", "scaling"])
 def test_a_share_of_a_row_may_be_of_proportional_scaling(place: str) -> None:
     share, scaling = {"partial_rotary_factor": 0.5}, {"rope_type": "proportional", "factor": 2.0}
@@ -500,6 +508,17 @@ def test_hostile_configs_are_refused_by_name(name: str, data: st.DataObject) -> 
 def test_integers_that_no_float_holds_are_refused(key: str) -> None:
     with pytest.raises(InvalidArgument, match=rf"^config\.{key} = 10+: a finite number above 0"):
         ModelSpec.from_config(PRESETS["gemma-3-1b"] | {key: 10**400})
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [("num_hidden_layers", 4096), ("num_attention_heads", 4096), ("num_key_value_heads", 4096), ("head_dim", 1024)],
+)
+def test_counts_that_are_too_large_are_refused_by_name(key: str, most: int) -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4096, "num_key_value_heads": 1, "head_dim": 8}
+    assert ModelSpec.from_config({"model_type": "llama", **sizes, key: most})
+    with pytest.raises(InvalidArgument, match=rf"^config\.{key} = {most + 1}: an int from 1 to {most}$"):
+        ModelSpec.from_config({"model_type": "llama", **sizes, key: most + 1})
 
 
 def test_a_config_from_a_pipe_has_an_end_and_one_without_is_refused(tmp_path: Path) -> None:

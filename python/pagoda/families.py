@@ -9,7 +9,7 @@ from typing import Any
 from pagoda.errors import InvalidArgument
 from pagoda.hf_config import FULL, LINEAR, PER_LAYER, WINDOWED, Config
 from pagoda.rope import Rope, score_factor_from_config
-from pagoda.spec import AttentionLayer, Layer, StateLayer
+from pagoda.spec import HEADS_MAX, AttentionLayer, Layer, StateLayer
 
 
 def layers_of(config: dict[str, Any]) -> list[Layer]:
@@ -247,7 +247,7 @@ def _gated_delta_net(config: Config) -> list[Layer]:
 def _deepseek(config: Config) -> list[Layer]:
     """Multi-head latent attention: one row of kv_lora_rank + qk_rope_head_dim per token, the first part of which is V."""
     latent, rotated = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
-    queries = config.integer("num_attention_heads", high=4096)
+    queries = config.integer("num_attention_heads", high=HEADS_MAX)
     scale = (config.integer("qk_nope_head_dim") + rotated) ** -0.5
     scale *= score_factor_from_config(config.rope_parameters())
     layer = AttentionLayer(queries, 1, latent + rotated, latent, scale=scale, v_alias=True)
