@@ -137,12 +137,13 @@ def test_contexts_short_and_long_that_turn_alike(tmp_path: Path) -> None:
 
 
 def test_tensors_that_do_not_matter(tmp_path: Path) -> None:
-    """Frequencies in old checkpoints are ignored."""
+    """Frequencies in old checkpoints are ignored, and so is what belongs neither to the layers nor to the head."""
     checkpoints.make(tmp_path, "llama")
     expected = logits_of(tmp_path)
-    extra: Tensors = {
-        f"model.layers.{index}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for index in range(4)
-    }
+    names = [f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(4)] + [
+        "visual.patch_embed.weight"
+    ]
+    extra: Tensors = {name: np.ones(8, np.float32) for name in names}
     rewrite(tmp_path, {}, lambda tensors: tensors | extra)
     np.testing.assert_array_equal(logits_of(tmp_path), expected)
 
@@ -192,6 +193,7 @@ def split(folder: Path, parts: dict[str, Tensors], weight_map: Any) -> None:
         ({"x": "../a.safetensors"}, r"parts in the folder itself, not '\.\./a\.safetensors'"),
         ({"x": "a.safetensors", "y": "b.safetensors"}, r"model\.norm\.weight is in a\.safetensors too"),
         ({"x": "a.safetensors", "y": "gone.safetensors"}, r"gone\.safetensors"),
+        ({"x": "\ud800"}, "a readable safetensors file"),
         ({"x": 5}, "with an index"),
         ([], "with an index"),
     ],
@@ -203,6 +205,13 @@ def test_parts_that_cannot_be(weight_map: Any, refused: str, tmp_path: Path) -> 
     split(tmp_path, {"a.safetensors": tensors, "b.safetensors": norm}, weight_map)
     with pytest.raises(pagoda.InvalidArgument, match=refused):
         LanguageModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["{}", "[" * 100_000, "?"])
+def test_an_index_that_cannot_be(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(pagoda.InvalidArgument, match="parts with an index"):
+        Checkpoint(tmp_path)
 
 
 def test_an_index_without_an_end(tmp_path: Path) -> None:
