@@ -291,12 +291,18 @@ def test_layers_by_turns_of_families_that_have_two_kinds() -> None:
         return [index for index, layer in enumerate(ModelSpec.from_config(config).attention_layers) if layer.window]
 
     assert windowed("gemma2") == [0, 2, 4, 6]
-    assert windowed("qwen2_moe", use_sliding_window=True, max_window_layers=5) == [0, 2, 4]
     assert windowed("olmo3") == windowed("cohere2") == windowed("exaone4") == [0, 1, 2, 4, 5, 6]
     assert windowed("cohere2", sliding_window_pattern=2) == [0, 2, 4, 6]
+    for first in (0, 5):
+        assert windowed("qwen2", use_sliding_window=True, max_window_layers=first) == list(range(first, 8))
+    for last in (0, 4, 5):
+        assert windowed("qwen2_moe", use_sliding_window=True, max_window_layers=last) == list(range(0, last, 2))
     types = ["full_attention"] * 3 + ["sliding_attention"] * 5
-    for kind in ("gemma2", "olmo3", "cohere2", "exaone4", "ministral"):
-        assert windowed(kind, layer_types=types) == [3, 4, 5, 6, 7]
+    for kind in ("gemma2", "olmo3", "cohere2", "exaone4", "ministral", "qwen2", "qwen2_moe", "smollm3"):
+        given = {"layer_types": types, "use_sliding_window": True, "sliding_window": 64}
+        assert windowed(kind, **given) == [3, 4, 5, 6, 7]
+    # Without windowed layers there need be no window.
+    assert windowed("mistral", layer_types=["full_attention"] * 8, sliding_window=None) == []
 
 
 @pytest.mark.parametrize("window", [None, 128])
