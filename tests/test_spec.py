@@ -301,6 +301,8 @@ def test_layers_by_turns_of_families_that_have_two_kinds() -> None:
     for kind in ("gemma2", "olmo3", "cohere2", "exaone4", "ministral", "qwen2", "qwen2_moe", "smollm3"):
         given = {"layer_types": types, "use_sliding_window": True, "sliding_window": 64}
         assert windowed(kind, **given) == [3, 4, 5, 6, 7]
+    for kind in ("qwen2", "qwen2_moe", "qwen3_moe", "smollm3"):
+        assert windowed(kind, sliding_window=64) == []
     # Without windowed layers there need be no window.
     assert windowed("mistral", layer_types=["full_attention"] * 8, sliding_window=None) == []
 

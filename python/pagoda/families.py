@@ -106,7 +106,7 @@ def _smollm3(config: Config) -> list[Layer]:
     rotates = config.sequence("no_rope_layers", config.layer_count)
     if rotates is None:
         interval = config.integer("no_rope_layer_interval")
-        rotates = [int((index + 1) % interval != 0) for index in range(config.layer_count)]
+        rotates = [(index + 1) % interval != 0 for index in range(config.layer_count)]
     windows: list[int | None] = [None] * config.layer_count
     if config.content.get("use_sliding_window") is True:
         types = config.layer_types()
