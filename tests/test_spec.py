@@ -203,6 +203,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int], Seen, Seen]] = {
         Seen(theta=5e6, turned=0.5),
         Seen(theta=5e6, turned=0.5),
     ),
+    "minimax_m2 with a share": (
+        {"rotary_dim": 64, "partial_rotary_factor": 0.25},
+        (48, 8, 128),
+        Seen(theta=5e6, turned=0.25),
+        Seen(theta=5e6, turned=0.25),
+    ),
     "ministral": ({"hidden_size": 4096}, (32, 8, 128), Seen(4096), Seen(4096)),
     "ministral3": ({}, (32, 8, 128), Seen(theta=1e6), Seen(theta=1e6)),
     "mixtral": ({"hidden_size": 4096}, (32, 8, 128), Seen(theta=1e6), Seen(theta=1e6)),
@@ -301,6 +307,8 @@ def test_layers_by_turns_of_families_that_have_two_kinds() -> None:
     for kind in ("gemma2", "olmo3", "cohere2", "exaone4", "ministral", "qwen2", "qwen2_moe", "smollm3"):
         given = {"layer_types": types, "use_sliding_window": True, "sliding_window": 64}
         assert windowed(kind, **given) == [3, 4, 5, 6, 7]
+    # EXAONE 4 was published with both.
+    assert windowed("exaone4", layer_types=types, sliding_window_pattern="LLLG") == [3, 4, 5, 6, 7]
     for kind in ("qwen2", "qwen2_moe", "qwen3_moe", "smollm3"):
         assert windowed(kind, sliding_window=64) == []
     # Without windowed layers there need be no window.

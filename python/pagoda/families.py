@@ -132,6 +132,7 @@ def _cohere2(config: Config) -> list[Layer]:
 def _exaone4(config: Config) -> list[Layer]:
     if config.content["sliding_window"] is None:
         return _llama(config)
+    # If there are types, the pattern may be a text, "LLLG".
     types = config.layer_types() or _alternating(config, config.integer("sliding_window_pattern"))
     return _rotating_in_windows(config, types, config.rope())
 
