@@ -74,6 +74,26 @@ def test_biases(name: str, change: dict[str, Any], parts: tuple[str, ...], tmp_p
     np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("given", [None, 1e-4])
+def test_the_epsilon_of_norms(given: float | None, tmp_path: Path) -> None:
+    """It matters as embeddings are small. The default is that of transformers."""
+    checkpoints.make(tmp_path, "llama")
+    small = 1e-3 * load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    config, tensors = rewrite(tmp_path, {"rms_norm_eps": given}, plus("model.embed_tokens.weight", small))
+    expected = checkpoints.reference_logits(config | {"rms_norm_eps": given or 1e-6}, tensors, TOKENS)
+    np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=1e-6)
+
+
+def test_gates_far_from_0(tmp_path: Path) -> None:
+    """exp(-gate) is beyond float32 for the lowest."""
+    checkpoints.make(tmp_path, "llama")
+    config, tensors = rewrite(
+        tmp_path, {}, lambda stored: {name: rows * (80 if "gate" in name else 1) for name, rows in stored.items()}
+    )
+    expected = checkpoints.reference_logits(config, tensors, TOKENS)
+    np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=2e-4)
+
+
 LONG = {
     "max_position_embeddings": 256,
     "original_max_position_embeddings": 64,
@@ -108,6 +128,8 @@ def plus(name: str, tensor: Array) -> Callable[[Tensors], Tensors]:
         ("llama", {"tie_word_embeddings": "yes"}, dict, "tie_word_embeddings = 'yes'"),
         ("llama", {"eos_token_id": "</s>"}, dict, "eos_token_id = '</s>'"),
         ("llama", {"eos_token_id": [2, None]}, dict, "eos_token_id"),
+        ("llama", {"eos_token_id": [True]}, dict, r"eos_token_id = \[True\]"),
+        ("llama", {"eos_token_id": -1}, dict, "eos_token_id = -1"),
         ("llama", {"rms_norm_eps": float("nan")}, dict, "rms_norm_eps = nan"),
         ("llama", {"rms_norm_eps": 1e300}, dict, r"config\.rms_norm_eps = 1e\+300: .* to 1e\+18"),
         ("llama", {"rope_theta": float("nan")}, dict, "rope_theta = nan"),
