@@ -297,6 +297,8 @@ def test_layers_by_turns_of_families_that_have_two_kinds() -> None:
         return [index for index, layer in enumerate(ModelSpec.from_config(config).attention_layers) if layer.window]
 
     assert windowed("gemma2") == [0, 2, 4, 6]
+    assert windowed("gemma3_text") == [0, 1, 2, 3, 4, 6, 7]
+    assert windowed("gemma4_text") == [0, 1, 2, 3, 4, 6], "the last layer is full"
     assert windowed("olmo3") == windowed("cohere2") == windowed("exaone4") == [0, 1, 2, 4, 5, 6]
     assert windowed("cohere2", sliding_window_pattern=2) == [0, 2, 4, 6]
     for first in (0, 5):
@@ -347,6 +349,20 @@ def test_rotations_of_no_kind_of_layer(kind: str, key: str) -> None:
     nested = {"full_attention": FLAT | {"rope_theta": 2e5}, "sliding_attention": {"rope_theta": 1e5}}
     ropes = {layer.rope for layer in ModelSpec.from_config(config | {"rope_parameters": nested}).attention_layers}
     assert ropes == {Rope(1e5), Rope(2e5, scaling=LinearScaling(8.0))}
+
+
+@pytest.mark.parametrize(("kind", "full", "windowed"), [("gemma3_text", 1e6, 1e4), ("olmo3", 5e5, 5e5)])
+def test_rotations_of_one_kind_of_layer(kind: str, full: float, windowed: float) -> None:
+    def thetas(**changes: Any) -> set[tuple[bool, Any]]:
+        config = {"model_type": kind, "num_hidden_layers": 6, "hidden_size": 4096, **changes}
+        layers = ModelSpec.from_config(config).attention_layers
+        return {(layer.window is not None, layer.rope and layer.rope.theta) for layer in layers}
+
+    assert thetas() == {(False, full), (True, windowed)}
+    assert thetas(rope_parameters={"full_attention": {"rope_theta": 2e5}}) == {(False, 2e5), (True, windowed)}
+    assert thetas(rope_parameters={"sliding_attention": {"rope_theta": 3e4}}) == {(False, full), (True, 3e4)}
+    if kind == "gemma3_text":
+        assert thetas(rope_local_base_freq=3e4) == {(False, full), (True, 3e4)}
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "ministral3", "gemma4_text", "mixtral", "smollm3"])
@@ -539,7 +555,8 @@ def test_hostile_configs_are_refused_by_name(name: str) -> None:
         else:
             assert all(isinstance(layer, AttentionLayer | StateLayer) for layer in layers)
 
-    for key, value in itertools.product(COMPLETE[name].keys() | {"rope_scaling", "layer_types"}, HOSTILE):
+    keys = COMPLETE[name].keys() | {"rope_scaling", "rope_parameters", "layer_types"}
+    for key, value in itertools.product(keys, HOSTILE):
         check(COMPLETE[name] | {key: value})
 
 
