@@ -454,6 +454,17 @@ def test_gemma_scales_scores_by_the_scalar_that_was_published(name: str, scalar:
     assert {layer.scale for layer in ModelSpec.preset(name).attention_layers} == {scalar**-0.5}
 
 
+def test_gemma_4_does_not_scale_scores() -> None:
+    assert {layer.scale for layer in ModelSpec.preset("gemma-4-12b").attention_layers} == {1.0}
+
+
+def test_only_gpt_oss_has_sinks() -> None:
+    sinks = {
+        name: {layer.sinks for layer in ModelSpec.from_config(COMPLETE[name]).attention_layers} for name in COMPLETE
+    }
+    assert sinks == {name: {name.startswith("gpt-oss")} for name in COMPLETE}
+
+
 def test_gemma_3_may_cap_scores() -> None:
     (layer, *_) = ModelSpec.from_config(PRESETS["gemma-3-1b"] | {"attn_logit_softcapping": 50.0}).attention_layers
     assert layer.softcap == 50.0
@@ -500,6 +511,11 @@ def test_gemma_4_as_transformers_has_written_it_since_5_24() -> None:
         assert ModelSpec.from_config(saved | {"model_type": kind}).layers == ModelSpec.preset("gemma-4-12b").layers
     wrapped = {"model_type": "gemma4_unified", "text_config": published | {"model_type": "gemma4_unified_text"}}
     assert ModelSpec.from_config(wrapped).layers == ModelSpec.preset("gemma-4-12b").layers
+    halved = saved | {"per_layer_config": {f"{index:02}": own | {"head_dim": 256} for index in range(5, 48, 6)}}
+    assert {layer.head_dim for layer in ModelSpec.from_config(halved).attention_layers} == {256}
+    # Full layers have as many heads as others unless the config says otherwise.
+    alike = ModelSpec.from_config(published | {"num_global_key_value_heads": None})
+    assert {layer.num_kv_heads for layer in alike.attention_layers} == {8}
     # If the config names no window, the 12B model's kind has 1024, others 512.
     sparse = {"model_type": "gemma4_unified_text", "num_hidden_layers": 6}
     assert ModelSpec.from_config(sparse).attention_layers[0].window == 1024
@@ -540,6 +556,10 @@ def test_shared_layers_store_nothing() -> None:
     spec = ModelSpec.from_config(base)
     assert [layer.kv_owner for layer in spec.attention_layers] == [None] * 4 + [2, 3]
     assert groups_of(spec)[0] == [0, 2]
+    spec = ModelSpec.from_config(base | {"num_kv_shared_layers": 4})
+    assert [layer.kv_owner for layer in spec.attention_layers] == [None, None, 0, 1, 0, 1]
+    with pytest.raises(InvalidArgument, match=r"^config\.num_kv_shared_layers = 6: an int from 0 to 5$"):
+        ModelSpec.from_config(base | {"num_kv_shared_layers": 6})
 
 
 HOSTILE: list[Any] = [None, -1, 0, 1.5, float("nan"), float("inf"), 1 << 70, 10**400, "8", [], [1], {}, {"0": 1}, True]
