@@ -436,6 +436,7 @@ def test_scores_of_deepseek_grow_with_its_yarn() -> None:
     """transformers 5.23: yarn_apply_mscale."""
     (layer, *_) = ModelSpec.preset("deepseek-v3").attention_layers
     assert layer.scale == pytest.approx(0.1352337788608801)
+    assert (layer.head_dim, layer.v_dim, layer.v_alias) == (576, 512, True)
     plain = {key: value for key, value in PRESETS["deepseek-v3"].items() if key != "rope_scaling"}
     for content in (plain, plain | {"rope_scaling": {"type": "linear", "factor": 40, "mscale_all_dim": 0}}):
         (layer, *_) = ModelSpec.from_config(content).attention_layers
@@ -588,14 +589,20 @@ def test_numbers_that_no_float_above_0_holds_are_refused(key: str, value: int) -
 
 
 @pytest.mark.parametrize(
-    ("key", "most"),
-    [("num_hidden_layers", 4096), ("num_attention_heads", 4096), ("num_key_value_heads", 4096), ("head_dim", 1024)],
+    ("kind", "key", "most"),
+    [
+        ("llama", "num_hidden_layers", 4096),
+        ("llama", "num_attention_heads", 4096),
+        ("llama", "num_key_value_heads", 4096),
+        ("llama", "head_dim", 1024),
+        ("deepseek_v3", "num_attention_heads", 4096),
+    ],
 )
-def test_counts_that_are_too_large_are_refused_by_name(key: str, most: int) -> None:
+def test_counts_that_are_too_large_are_refused_by_name(kind: str, key: str, most: int) -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 4096, "num_key_value_heads": 1, "head_dim": 8}
-    assert ModelSpec.from_config({"model_type": "llama", **sizes, key: most})
+    assert ModelSpec.from_config({"model_type": kind, **sizes, key: most})
     with pytest.raises(InvalidArgument, match=rf"^config\.{key} = {most + 1}: an int from 1 to {most}$"):
-        ModelSpec.from_config({"model_type": "llama", **sizes, key: most + 1})
+        ModelSpec.from_config({"model_type": kind, **sizes, key: most + 1})
 
 
 @pytest.mark.parametrize("value", [[1, 1, 1], [1] * 5, "1111"])
