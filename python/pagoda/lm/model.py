@@ -196,7 +196,7 @@ class LanguageModel:
         queries, keys = layer.num_q_heads, layer.num_q_heads + layer.num_kv_heads
         rows = _linear(x, block.qkv, block.qkv_bias).reshape(len(x), keys + layer.num_kv_heads, layer.head_dim)
         q, k, v = rows[:, :queries], rows[:, queries:keys], rows[:, keys:]
-        if block.q_norm is not None and block.k_norm is not None:
+        if block.q_norm is not None:
             q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
         return q, k, v
 
