@@ -63,7 +63,8 @@ def with_biases(*parts: str) -> Callable[[Tensors], Tensors]:
         ("qwen3", {"attention_bias": True}, ATTENTION),
         ("smollm3", {"attention_bias": True, "mlp_bias": True}, ATTENTION + MLP),
         ("qwen2", {"attention_bias": None}, ATTENTION[:3]),
-        ("mistral", {"attention_bias": True}, ()),
+        ("mistral", {"attention_bias": True, "mlp_bias": True}, ()),
+        ("qwen3", {"mlp_bias": True}, ()),
     ],
 )
 def test_biases(name: str, change: dict[str, Any], parts: tuple[str, ...], tmp_path: Path) -> None:
@@ -135,6 +136,7 @@ def plus(name: str, tensor: Array) -> Callable[[Tensors], Tensors]:
         ("llama", {"rope_theta": float("nan")}, dict, "rope_theta = nan"),
         ("llama", LONG, dict, r"config\.rope_scaling\.short_factor = \[1\.0, .*\]: \[4\.0, .*\], the long_factor"),
         ("smollm3", {"pagoda_query_log_scale": {"floor": 8.0}}, dict, r"query_log_scale\.coefficient = nan"),
+        ("smollm3", {"pagoda_query_log_scale": {"coefficient": 0.3}}, dict, r"query_log_scale\.floor = nan"),
         ("smollm3", {"pagoda_query_log_scale": {"floor": 1.0, "coefficient": 1e300}}, dict, r"coefficient = 1e\+300"),
         ("smollm3", {"pagoda_query_log_scale": 0.3}, dict, "query_log_scale = 0.3"),
     ],
