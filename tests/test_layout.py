@@ -251,6 +251,7 @@ def test_every_extent_has_room_for_a_block_of_any_group(sizes: list[int], more: 
     ("sizes", "least", "most"),
     [
         ([16], 16, 16 << 30),
+        ([16, 1 << 10], 2 << 10, 16 << 30),
         ([MIB], MIB, 32 * MIB << 20),
         ([GIB], GIB, 1 << 48),
         ([26 * MIB, 5 * MIB], 104 * MIB, 52 * MIB << 20),
@@ -262,7 +263,8 @@ def test_budgets_have_room_for_a_block_of_each_group_and_an_end(sizes: list[int]
     for budget in (least, most):
         assert tier_memory("device_memory", budget, sizes, needed=True)[0] == budget
     groups = f"one page of each of {len(sizes)} layer group"
-    for budget, needed, zero in ((least - 1, False, "0, or "), (most + 1, False, "0, or "), (0, True, "")):
+    for budget, needed in ((1, False), (least - 1, False), (most + 1, False), (0, True)):
+        zero = "" if needed else "0, or "
         limit = rf"^host_memory = {budget}: {zero}from {least} bytes, {groups}\(s\), to {most}$"
         with pytest.raises(pagoda.InvalidArgument, match=limit):
             tier_memory("host_memory", budget, sizes, needed=needed)
