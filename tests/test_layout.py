@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mirror import layer
 from pagoda import _core, formats
-from pagoda.geometry import group_layers, tier_memory
+from pagoda.geometry import formats_stored, group_layers, tier_memory
 from pagoda.presets import PRESETS
 
 Array = npt.NDArray[Any]
@@ -195,6 +195,21 @@ def test_a_kept_sequence_is_read_from_its_files(tmp_path: Path, retention: pagod
             assert {*kept[:sinks], *kept[-window:]} <= set(found[index]) < everything
 
 
+def test_groups_have_a_limit() -> None:
+    layers = [pagoda.AttentionLayer(1, 1, 8, window=window) for window in range(1, 66)]
+    options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": 0, "threads": 1}
+    pagoda.Cache(pagoda.ModelSpec(layers[:64]), **options).close()
+    with pytest.raises(pagoda.InvalidArgument, match=r"^spec = layers of 65 shapes, windows and formats: at most 64$"):
+        pagoda.Cache(pagoda.ModelSpec(layers), **options)
+
+
+def test_v_in_rows_of_k_has_their_format() -> None:
+    layer = pagoda.AttentionLayer(4, 1, 64, 40, v_alias=True)
+    assert formats_stored(0, layer, "f16", "q8_0") == ("f16", "q8_0")
+    with pytest.raises(pagoda.InvalidArgument, match=r"^layers\[3\]\.v_head_dim = 40: a multiple of 32, for q8_0"):
+        formats_stored(3, layer, "q8_0", "f16")
+
+
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -225,7 +240,8 @@ def test_no_preset_loses_memory_at_the_borders_of_extents(name: str, dtype: str)
         ([6 * MIB, 4 * MIB], GIB, 36 * MIB),
         ([9 * MIB, 8 * MIB], 2 * GIB, 72 * MIB),
         ([4 * MIB, 31 * MIB], 2 * GIB, 124 * MIB),
-        ([11 * MIB, 31 * MIB], 8 * GIB, 62 * MIB),
+        ([8 * MIB, 31 * MIB], 8 * GIB, 8 * 31 * MIB),
+        ([9 * MIB, 31 * MIB], 8 * GIB, 2 * 31 * MIB),
         # Gemma-3-27B: 130 MiB fit eight times for each group, or they do not.
         ([26 * MIB, 5 * MIB], 2080 * MIB, 130 * MIB),
         ([26 * MIB, 5 * MIB], 2080 * MIB - 1, 52 * MIB),

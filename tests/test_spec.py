@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -88,6 +89,26 @@ def test_groups_split_windowed_from_full_layers() -> None:
     groups = groups_of(spec)
     assert [{spec.attention_layers[layer].window for layer in group} for group in groups] == [{512}, {None}]
     assert groups[1] == [5, 11, 17, 23]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_kv_heads": 2},
+        {"head_dim": 32, "v_head_dim": 64},
+        {"v_head_dim": 32},
+        {"v_alias": True},
+        {"k_eq_v": True},
+        {"window": 8},
+    ],
+)
+def test_layers_of_a_group_store_the_same(change: dict[str, Any]) -> None:
+    layer = AttentionLayer(4, 4, 64)
+    assert groups_of(ModelSpec([layer, replace(layer, **change), layer])) == [[0, 2], [1]]
+    reader = replace(layer, num_q_heads=8, scale=1.0, softcap=9.0, sinks=True, rope=Rope(1e4))
+    assert groups_of(ModelSpec([layer, reader, layer])) == [[0, 1, 2]]
+    formats = [("f16", "f16"), ("f16", "q8_0"), ("f16", "f16")]
+    assert group_layers(ModelSpec([layer] * 3), formats) == [[0, 2], [1]]
 
 
 def test_smollm3_layers_without_rotation() -> None:
