@@ -114,6 +114,8 @@ def test_layers_of_a_group_store_the_same(change: dict[str, Any]) -> None:
 def test_smollm3_layers_without_rotation() -> None:
     rotates = [layer.rope is not None for layer in ModelSpec.preset("smollm3-3b").attention_layers]
     assert rotates == [True, True, True, False] * 9
+    given = PRESETS["smollm3-3b"] | {"no_rope_layers": [0, 1] * 18}
+    assert [layer.rope is not None for layer in ModelSpec.from_config(given).attention_layers] == [False, True] * 18
 
 
 def test_config_from_content_file_and_folder(tmp_path: Path) -> None:
@@ -312,6 +314,19 @@ def test_gated_delta_networks_by_default(kind: str, kv_heads: int) -> None:
     assert ModelSpec.from_config(config | {"layer_types": types}).layers == (full, state) * 4
 
 
+def test_rotations_and_windows_by_default() -> None:
+    """transformers 5.24."""
+
+    def first(kind: str, **content: Any) -> AttentionLayer:
+        config = {"model_type": kind, "num_hidden_layers": 4, "hidden_size": 4096, **content}
+        return ModelSpec.from_config(config).attention_layers[0]
+
+    assert first("gpt_oss").rope == Rope(1.5e5, scaling=YarnScaling(32.0, 4096, truncate=False))
+    assert first("ministral3").rope == Rope(1e6, scaling=YarnScaling(16.0, 16384, magnitude=1.0))
+    for kind in ("qwen2", "qwen3", "qwen3_moe"):
+        assert first(kind, use_sliding_window=True, max_window_layers=0).window == 4096
+
+
 def test_layers_by_turns_of_families_that_have_two_kinds() -> None:
     def windowed(kind: str, **content: Any) -> list[int]:
         config = {"model_type": kind, "num_hidden_layers": 8, "hidden_size": 4096, **content}
@@ -328,7 +343,7 @@ def test_layers_by_turns_of_families_that_have_two_kinds() -> None:
         assert windowed("qwen2_moe", use_sliding_window=True, max_window_layers=last) == list(range(0, last, 2))
     types = ["full_attention"] * 3 + ["sliding_attention"] * 5
     for kind in ("gemma2", "olmo3", "cohere2", "exaone4", "ministral", "qwen2", "qwen2_moe", "smollm3"):
-        given = {"layer_types": types, "use_sliding_window": True, "sliding_window": 64}
+        given = {"layer_types": types, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 4}
         assert windowed(kind, **given) == [3, 4, 5, 6, 7]
     # EXAONE 4 was published with both.
     assert windowed("exaone4", layer_types=types, sliding_window_pattern="LLLG") == [3, 4, 5, 6, 7]
