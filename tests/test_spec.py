@@ -125,6 +125,21 @@ def test_config_from_content_file_and_folder(tmp_path: Path) -> None:
     assert len({spec.layers for spec in specs}) == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "refused"),
+    [
+        (b"[" * 100_000, "a readable config.json"),
+        (b'{"a": "\xff"}', "a readable config.json"),
+        (b"[]", "a JSON object"),
+    ],
+    ids=["deep", "no text", "a list"],
+)
+def test_files_that_are_no_configs(content: bytes, refused: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(InvalidArgument, match=f"^config = .*: {refused}"):
+        ModelSpec.from_config(tmp_path)
+
+
 LINEAR = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2}
 # A config, and its first and last layer according to transformers 5.23: query heads, K/V heads, head size, window, and the
