@@ -85,6 +85,14 @@ def test_the_epsilon_of_norms(given: float | None, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=1e-6)
 
 
+def test_an_activation_that_a_config_leaves_out(tmp_path: Path) -> None:
+    config, tensors = checkpoints.make(tmp_path, "llama")
+    expected = checkpoints.reference_logits(config, tensors, TOKENS)
+    del config["hidden_act"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=2e-4)
+
+
 def test_gates_far_from_0(tmp_path: Path) -> None:
     """exp(-gate) is beyond float32 for the lowest."""
     checkpoints.make(tmp_path, "llama")
@@ -125,6 +133,7 @@ def plus(name: str, tensor: Array) -> Callable[[Tensors], Tensors]:
         ("llama", {}, plus("model.norm.bias", np.zeros(48, np.float32)), r"model\.norm\.bias: not part of"),
         ("llama", {"num_hidden_layers": 3}, dict, r"layers\.3.*not part of the llama model"),
         ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 1e-3}}}, dict, "per_layer_config = "),
+        ("llama", {"model_type": "gemma"}, dict, "model_type = 'gemma': one of llama, mistral, "),
         ("llama", {"attention_bias": 1}, dict, "attention_bias = 1"),
         ("llama", {"tie_word_embeddings": "yes"}, dict, "tie_word_embeddings = 'yes'"),
         ("llama", {"eos_token_id": "</s>"}, dict, "eos_token_id = '</s>'"),
