@@ -612,6 +612,11 @@ def test_shared_layers_store_nothing() -> None:
     assert [layer.kv_owner for layer in spec.attention_layers] == [None, None, 0, 1, 0, 1]
     with pytest.raises(InvalidArgument, match=r"^config\.num_kv_shared_layers = 6: an int from 0 to 5$"):
         ModelSpec.from_config(base | {"num_kv_shared_layers": 6})
+    # transformers 5.24 refuses it, too: the only full layer is among those that store nothing.
+    with pytest.raises(
+        InvalidArgument, match=r"^config\.num_kv_shared_layers = 2: fewer, as layer 5 has no earlier full"
+    ):
+        ModelSpec.from_config(base | {"layer_types": None})
 
 
 HOSTILE: list[Any] = [None, -1, 0, 1.5, float("nan"), float("inf"), 1 << 70, 10**400, "8", [], [1], {}, {"0": 1}, True]

@@ -209,9 +209,14 @@ def _gemma4(config: Config) -> list[Layer]:
     owners: dict[str, int] = {}
     layers: list[Layer] = []
     for index, kind in enumerate(types):
-        owner = owners.get(kind) if index >= count - shared else None
-        if owner is None:
+        owner = None
+        if index < count - shared:
             owners[kind] = index
+        elif kind in owners:
+            owner = owners[kind]
+        else:
+            limit = f"fewer, as layer {index} has no earlier {kind} to share with"
+            raise InvalidArgument(f"config.num_kv_shared_layers = {shared}: {limit}")
         full = kind == FULL
         layers.append(
             AttentionLayer(
