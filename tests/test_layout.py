@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mirror import layer
 from pagoda import _core, formats
-from pagoda.geometry import formats_stored, group_layers, tier_memory
+from pagoda.geometry import Geometry, core_layers, formats_stored, group_layers, tier_memory
+from pagoda.outliers import Outliers
 from pagoda.presets import PRESETS
+from pagoda.retention import keeps_by_layer
 
 Array = npt.NDArray[Any]
 
@@ -193,6 +196,21 @@ def test_a_kept_sequence_is_read_from_its_files(tmp_path: Path, retention: pagod
             sinks, window = (0, one.window) if one.window is not None else (11, 20)
             kept = sorted(everything)
             assert {*kept[:sinks], *kept[-window:]} <= set(found[index]) < everything
+
+
+def test_where_the_layers_of_a_block_lie() -> None:
+    """In 16 bits, pages of 16 tokens: full layers, one that reads the first, a windowed one, and one with V in rows of K."""
+    full = pagoda.AttentionLayer(2, 2, 64)
+    reader, windowed = replace(full, kv_owner=0, scale=0.5), pagoda.AttentionLayer(2, 2, 32, window=40)
+    spec = pagoda.ModelSpec([full, windowed, reader, full, pagoda.AttentionLayer(2, 1, 64, 32, v_alias=True)])
+    outliers = Outliers(None, False, 5, deterministic=False)
+    layers = core_layers(spec, [("f16", "f16")] * 5, outliers, keeps_by_layer(spec, None, 16), None)
+    assert [layer["scale"] for layer in layers] == [1 / 8, pytest.approx(32**-0.5), 0.5, 1 / 8, 1 / 8]
+    geometry = Geometry(layers, 16)
+    assert [layout.block_bytes for layout in geometry.layouts] == [2 * 8192, 4096, 2048]
+    assert geometry.layer_bytes == [8192, 4096, 2048]
+    starts = [(run.start, run.bytes) for run in geometry.runs]
+    assert starts == [(0, 8192), (0, 4096), (0, 8192), (8192, 8192), (0, 2048)]
 
 
 def test_groups_have_a_limit() -> None:
