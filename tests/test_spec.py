@@ -311,7 +311,7 @@ WRAPPERS = (
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_a_text_part_that_does_not_say_its_kind_is_that_of_its_wrapper(kind: str) -> None:
-    text = {"num_hidden_layers": 8, "hidden_size": 4096}
+    text = {"num_hidden_layers": 8, "hidden_size": 2048}
     spec = ModelSpec.from_config({"model_type": kind, "text_config": text})
     assert spec.layers == ModelSpec.from_config(text | {"model_type": f"{kind}_text"}).layers
     assert spec.layers == ModelSpec.from_config(text | {"model_type": kind, "text_config": [1]}).layers
@@ -364,6 +364,8 @@ def test_layers_by_turns_of_families_that_have_two_kinds() -> None:
     assert windowed("exaone4", layer_types=types, sliding_window_pattern="LLLG") == [3, 4, 5, 6, 7]
     for kind in ("qwen2", "qwen2_moe", "qwen3_moe", "smollm3"):
         assert windowed(kind, sliding_window=64) == []
+    for kind, layers in {"qwen2": range(28, 96), "qwen2_vl": range(80, 96), "qwen2_moe": range(0, 28, 2)}.items():
+        assert windowed(kind, num_hidden_layers=96, use_sliding_window=True) == list(layers)
     # Without windowed layers there need be no window.
     assert windowed("mistral", layer_types=["full_attention"] * 8, sliding_window=None) == []
 
