@@ -56,7 +56,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "smollm3 with growing queries": {
         "model_type": "smollm3",
-        "no_rope_layers": [1, 1, 1, 0],
+        "no_rope_layers": [1, 0, 1, 0],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 20,
         "pagoda_query_log_scale": {"floor": 8.0, "coefficient": 0.3},
     },
 }

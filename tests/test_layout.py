@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mirror import layer
 from pagoda import _core, formats
+from pagoda.geometry import Geometry, core_layers, formats_stored, group_layers, tier_memory
+from pagoda.outliers import Outliers
+from pagoda.presets import PRESETS
+from pagoda.retention import keeps_by_layer
 
 Array = npt.NDArray[Any]
 
@@ -189,3 +196,110 @@ def test_a_kept_sequence_is_read_from_its_files(tmp_path: Path, retention: pagod
             sinks, window = (0, one.window) if one.window is not None else (11, 20)
             kept = sorted(everything)
             assert {*kept[:sinks], *kept[-window:]} <= set(found[index]) < everything
+
+
+def test_where_the_layers_of_a_block_lie() -> None:
+    """In 16 bits, pages of 16 tokens: full layers, one that reads the first, a windowed one, and one with V in rows of K."""
+    full = pagoda.AttentionLayer(2, 2, 64)
+    reader, windowed = replace(full, kv_owner=0, scale=0.5), pagoda.AttentionLayer(2, 2, 32, window=40)
+    spec = pagoda.ModelSpec([full, windowed, reader, full, pagoda.AttentionLayer(2, 1, 64, 32, v_alias=True)])
+    outliers = Outliers(None, False, 5, deterministic=False)
+    layers = core_layers(spec, [("f16", "f16")] * 5, outliers, keeps_by_layer(spec, None, 16), None)
+    assert [layer["scale"] for layer in layers] == [1 / 8, pytest.approx(32**-0.5), 0.5, 1 / 8, 1 / 8]
+    geometry = Geometry(layers, 16)
+    assert [layout.block_bytes for layout in geometry.layouts] == [2 * 8192, 4096, 2048]
+    assert geometry.layer_bytes == [8192, 4096, 2048]
+    starts = [(run.start, run.bytes) for run in geometry.runs]
+    assert starts == [(0, 8192), (0, 4096), (0, 8192), (8192, 8192), (0, 2048)]
+
+
+def test_groups_have_a_limit() -> None:
+    layers = [pagoda.AttentionLayer(1, 1, 8, window=window) for window in range(1, 66)]
+    options: dict[str, Any] = {"device_memory": "1MiB", "host_memory": 0, "threads": 1}
+    pagoda.Cache(pagoda.ModelSpec(layers[:64]), **options).close()
+    with pytest.raises(pagoda.InvalidArgument, match=r"^spec = layers of 65 shapes, windows and formats: at most 64$"):
+        pagoda.Cache(pagoda.ModelSpec(layers), **options)
+
+
+def test_v_in_rows_of_k_has_their_format() -> None:
+    layer = pagoda.AttentionLayer(4, 1, 64, 40, v_alias=True)
+    assert formats_stored(0, layer, "f16", "q8_0") == ("f16", "q8_0")
+    with pytest.raises(pagoda.InvalidArgument, match=r"^layers\[3\]\.v_head_dim = 40: a multiple of 32, for q8_0"):
+        formats_stored(3, layer, "q8_0", "f16")
+
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_preset_loses_memory_at_the_borders_of_extents(name: str, dtype: str) -> None:
+    spec = pagoda.ModelSpec.preset(name)
+    groups = group_layers(spec, [(dtype, dtype)] * len(spec.layers))
+    layers = [
+        layer.bytes_per_token(dtype, dtype) if isinstance(layer, pagoda.AttentionLayer) else 0 for layer in spec.layers
+    ]
+    sizes = [64 * sum(layers[index] for index in group) for group in groups]
+    budget, extent = tier_memory("device_memory", 8 * GIB, sizes, needed=True)
+    assert (budget, [extent % size for size in sizes]) == (8 * GIB, [0] * len(sizes))
+    assert extent * 8 * len(sizes) <= budget
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budget", "extent"),
+    [
+        ([4 << 10], GIB, 32 * MIB),
+        ([3 * MIB], GIB, 30 * MIB),
+        ([40 * MIB], GIB, 40 * MIB),
+        # Eight extents for each group.
+        ([MIB], 64 * MIB, 8 * MIB),
+        ([MIB, MIB], 64 * MIB, 4 * MIB),
+        # A multiple of all sizes, up to four times as large.
+        ([6 * MIB, 4 * MIB], GIB, 36 * MIB),
+        ([9 * MIB, 8 * MIB], 2 * GIB, 72 * MIB),
+        ([4 * MIB, 31 * MIB], 2 * GIB, 124 * MIB),
+        ([8 * MIB, 31 * MIB], 8 * GIB, 8 * 31 * MIB),
+        ([9 * MIB, 31 * MIB], 8 * GIB, 2 * 31 * MIB),
+        # Gemma-3-27B: 130 MiB fit eight times for each group, or they do not.
+        ([26 * MIB, 5 * MIB], 2080 * MIB, 130 * MIB),
+        ([26 * MIB, 5 * MIB], 2080 * MIB - 1, 52 * MIB),
+    ],
+)
+def test_sizes_of_extents(sizes: list[int], budget: int, extent: int) -> None:
+    assert tier_memory("device_memory", budget, sizes, needed=True) == (budget, extent)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40).map(lambda size: size * MIB), min_size=1, max_size=4),
+    more=st.integers(0, 4 * GIB),
+)
+def test_every_extent_has_room_for_a_block_of_any_group(sizes: list[int], more: int) -> None:
+    budget, extent = tier_memory("host_memory", 2 * len(sizes) * max(sizes) + more, sizes, needed=False)
+    assert extent % max(sizes) == 0
+    assert extent * len(sizes) <= budget
+    for start in range(0, budget - extent + 1, extent):
+        assert all(-(-start // size) * size + size <= start + extent for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least", "most"),
+    [
+        ([16], 16, 16 << 30),
+        ([16, 1 << 10], 2 << 10, 16 << 30),
+        ([MIB], MIB, 32 * MIB << 20),
+        ([GIB], GIB, 1 << 48),
+        ([26 * MIB, 5 * MIB], 104 * MIB, 52 * MIB << 20),
+        ([MIB, MIB, 4 * MIB], 12 * MIB, 32 * MIB << 20),
+    ],
+)
+def test_budgets_have_room_for_a_block_of_each_group_and_an_end(sizes: list[int], least: int, most: int) -> None:
+    """At most 2^30 blocks of a group, 2^20 extents and 2^48 bytes."""
+    for budget in (least, most):
+        assert tier_memory("device_memory", budget, sizes, needed=True)[0] == budget
+    groups = f"one page of each of {len(sizes)} layer group"
+    for budget, needed in ((1, False), (least - 1, False), (most + 1, False), (0, True)):
+        zero = "" if needed else "0, or "
+        limit = rf"^host_memory = {budget}: {zero}from {least} bytes, {groups}\(s\), to {most}$"
+        with pytest.raises(pagoda.InvalidArgument, match=limit):
+            tier_memory("host_memory", budget, sizes, needed=needed)
+    assert tier_memory("host_memory", 0, sizes, needed=False)[0] == 0

@@ -81,7 +81,7 @@ def test_checkpoints_in_parts(tmp_path: Path) -> None:
     index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     both = []
-    for model in (whole, LanguageModel.load(tmp_path)):
+    for model in (whole, LanguageModel.load(str(tmp_path))):
         cache = contiguous(model)
         with cache.step([cache.create()], [9]) as step:
             both.append(model.forward(TEXT[:9], step))

@@ -63,13 +63,42 @@ def with_biases(*parts: str) -> Callable[[Tensors], Tensors]:
         ("qwen3", {"attention_bias": True}, ATTENTION),
         ("smollm3", {"attention_bias": True, "mlp_bias": True}, ATTENTION + MLP),
         ("qwen2", {"attention_bias": None}, ATTENTION[:3]),
-        ("mistral", {"attention_bias": True}, ()),
+        ("mistral", {"attention_bias": True, "mlp_bias": True}, ()),
+        ("qwen3", {"mlp_bias": True}, ()),
     ],
 )
 def test_biases(name: str, change: dict[str, Any], parts: tuple[str, ...], tmp_path: Path) -> None:
     """Every bias counts, and each family has those that it has in transformers."""
     checkpoints.make(tmp_path, name)
     config, tensors = rewrite(tmp_path, change, with_biases(*parts))
+    expected = checkpoints.reference_logits(config, tensors, TOKENS)
+    np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("given", [None, 1e-4])
+def test_the_epsilon_of_norms(given: float | None, tmp_path: Path) -> None:
+    """It matters as embeddings are small. The default is that of transformers."""
+    checkpoints.make(tmp_path, "llama")
+    small = 1e-3 * load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    config, tensors = rewrite(tmp_path, {"rms_norm_eps": given}, plus("model.embed_tokens.weight", small))
+    expected = checkpoints.reference_logits(config | {"rms_norm_eps": given or 1e-6}, tensors, TOKENS)
+    np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=1e-6)
+
+
+def test_an_activation_that_a_config_leaves_out(tmp_path: Path) -> None:
+    config, tensors = checkpoints.make(tmp_path, "llama")
+    expected = checkpoints.reference_logits(config, tensors, TOKENS)
+    del config["hidden_act"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=2e-4)
+
+
+def test_gates_far_from_0(tmp_path: Path) -> None:
+    """exp(-gate) is beyond float32 for the lowest."""
+    checkpoints.make(tmp_path, "llama")
+    config, tensors = rewrite(
+        tmp_path, {}, lambda stored: {name: rows * (80 if "gate" in name else 1) for name, rows in stored.items()}
+    )
     expected = checkpoints.reference_logits(config, tensors, TOKENS)
     np.testing.assert_allclose(logits_of(tmp_path), expected, rtol=0, atol=2e-4)
 
@@ -104,15 +133,19 @@ def plus(name: str, tensor: Array) -> Callable[[Tensors], Tensors]:
         ("llama", {}, plus("model.norm.bias", np.zeros(48, np.float32)), r"model\.norm\.bias: not part of"),
         ("llama", {"num_hidden_layers": 3}, dict, r"layers\.3.*not part of the llama model"),
         ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 1e-3}}}, dict, "per_layer_config = "),
+        ("llama", {"model_type": "gemma"}, dict, "model_type = 'gemma': one of llama, mistral, "),
         ("llama", {"attention_bias": 1}, dict, "attention_bias = 1"),
         ("llama", {"tie_word_embeddings": "yes"}, dict, "tie_word_embeddings = 'yes'"),
         ("llama", {"eos_token_id": "</s>"}, dict, "eos_token_id = '</s>'"),
         ("llama", {"eos_token_id": [2, None]}, dict, "eos_token_id"),
+        ("llama", {"eos_token_id": [True]}, dict, r"eos_token_id = \[True\]"),
+        ("llama", {"eos_token_id": -1}, dict, "eos_token_id = -1"),
         ("llama", {"rms_norm_eps": float("nan")}, dict, "rms_norm_eps = nan"),
         ("llama", {"rms_norm_eps": 1e300}, dict, r"config\.rms_norm_eps = 1e\+300: .* to 1e\+18"),
         ("llama", {"rope_theta": float("nan")}, dict, "rope_theta = nan"),
         ("llama", LONG, dict, r"config\.rope_scaling\.short_factor = \[1\.0, .*\]: \[4\.0, .*\], the long_factor"),
         ("smollm3", {"pagoda_query_log_scale": {"floor": 8.0}}, dict, r"query_log_scale\.coefficient = nan"),
+        ("smollm3", {"pagoda_query_log_scale": {"coefficient": 0.3}}, dict, r"query_log_scale\.floor = nan"),
         ("smollm3", {"pagoda_query_log_scale": {"floor": 1.0, "coefficient": 1e300}}, dict, r"coefficient = 1e\+300"),
         ("smollm3", {"pagoda_query_log_scale": 0.3}, dict, "query_log_scale = 0.3"),
     ],
@@ -137,12 +170,13 @@ def test_contexts_short_and_long_that_turn_alike(tmp_path: Path) -> None:
 
 
 def test_tensors_that_do_not_matter(tmp_path: Path) -> None:
-    """Frequencies in old checkpoints are ignored."""
+    """Frequencies in old checkpoints are ignored, and so is what belongs neither to the layers nor to the head."""
     checkpoints.make(tmp_path, "llama")
     expected = logits_of(tmp_path)
-    extra: Tensors = {
-        f"model.layers.{index}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for index in range(4)
-    }
+    names = [f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(4)] + [
+        "visual.patch_embed.weight"
+    ]
+    extra: Tensors = {name: np.ones(8, np.float32) for name in names}
     rewrite(tmp_path, {}, lambda tensors: tensors | extra)
     np.testing.assert_array_equal(logits_of(tmp_path), expected)
 
@@ -192,6 +226,7 @@ def split(folder: Path, parts: dict[str, Tensors], weight_map: Any) -> None:
         ({"x": "../a.safetensors"}, r"parts in the folder itself, not '\.\./a\.safetensors'"),
         ({"x": "a.safetensors", "y": "b.safetensors"}, r"model\.norm\.weight is in a\.safetensors too"),
         ({"x": "a.safetensors", "y": "gone.safetensors"}, r"gone\.safetensors"),
+        ({"x": "\ud800"}, "a readable safetensors file"),
         ({"x": 5}, "with an index"),
         ([], "with an index"),
     ],
@@ -203,6 +238,13 @@ def test_parts_that_cannot_be(weight_map: Any, refused: str, tmp_path: Path) -> 
     split(tmp_path, {"a.safetensors": tensors, "b.safetensors": norm}, weight_map)
     with pytest.raises(pagoda.InvalidArgument, match=refused):
         LanguageModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["{}", "[" * 100_000, "?"])
+def test_an_index_that_cannot_be(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(pagoda.InvalidArgument, match="parts with an index"):
+        Checkpoint(tmp_path)
 
 
 def test_an_index_without_an_end(tmp_path: Path) -> None:

@@ -6,14 +6,13 @@ import itertools
 import json
 import os
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pagoda.errors import InvalidArgument
 from pagoda.families import layers_of
 from pagoda.geometry import group_layers
@@ -92,9 +91,31 @@ def test_groups_split_windowed_from_full_layers() -> None:
     assert groups[1] == [5, 11, 17, 23]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_kv_heads": 2},
+        {"head_dim": 32, "v_head_dim": 64},
+        {"v_head_dim": 32},
+        {"v_alias": True},
+        {"k_eq_v": True},
+        {"window": 8},
+    ],
+)
+def test_layers_of_a_group_store_the_same(change: dict[str, Any]) -> None:
+    layer = AttentionLayer(4, 4, 64)
+    assert groups_of(ModelSpec([layer, replace(layer, **change), layer])) == [[0, 2], [1]]
+    reader = replace(layer, num_q_heads=8, scale=1.0, softcap=9.0, sinks=True, rope=Rope(1e4))
+    assert groups_of(ModelSpec([layer, reader, layer])) == [[0, 1, 2]]
+    formats = [("f16", "f16"), ("f16", "q8_0"), ("f16", "f16")]
+    assert group_layers(ModelSpec([layer] * 3), formats) == [[0, 2], [1]]
+
+
 def test_smollm3_layers_without_rotation() -> None:
     rotates = [layer.rope is not None for layer in ModelSpec.preset("smollm3-3b").attention_layers]
     assert rotates == [True, True, True, False] * 9
+    given = PRESETS["smollm3-3b"] | {"no_rope_layers": [0, 1] * 18}
+    assert [layer.rope is not None for layer in ModelSpec.from_config(given).attention_layers] == [False, True] * 18
 
 
 def test_config_from_content_file_and_folder(tmp_path: Path) -> None:
@@ -102,6 +123,21 @@ def test_config_from_content_file_and_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "wrapper", "text_config": content}))
     specs = [ModelSpec.from_config(source) for source in (content, tmp_path, tmp_path / "config.json", str(tmp_path))]
     assert len({spec.layers for spec in specs}) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "refused"),
+    [
+        (b"[" * 100_000, "a readable config.json"),
+        (b'{"a": "\xff"}', "a readable config.json"),
+        (b"[]", "a JSON object"),
+    ],
+    ids=["deep", "no text", "a list"],
+)
+def test_files_that_are_no_configs(content: bytes, refused: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(InvalidArgument, match=f"^config = .*: {refused}"):
+        ModelSpec.from_config(tmp_path)
 
 
 LINEAR = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
@@ -205,6 +241,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, int, int], Seen, Seen]] = {
         Seen(theta=5e6, turned=0.5),
         Seen(theta=5e6, turned=0.5),
     ),
+    "minimax_m2 with a share": (
+        {"rotary_dim": 64, "partial_rotary_factor": 0.25},
+        (48, 8, 128),
+        Seen(theta=5e6, turned=0.25),
+        Seen(theta=5e6, turned=0.25),
+    ),
     "ministral": ({"hidden_size": 4096}, (32, 8, 128), Seen(4096), Seen(4096)),
     "ministral3": ({}, (32, 8, 128), Seen(theta=1e6), Seen(theta=1e6)),
     "mixtral": ({"hidden_size": 4096}, (32, 8, 128), Seen(theta=1e6), Seen(theta=1e6)),
@@ -261,18 +303,71 @@ def test_families_attend_as_in_transformers(name: str) -> None:
         assert seen(layer).scale == pytest.approx(other.scale)
 
 
+WRAPPERS = (
+    *("gemma3", "gemma4", "gemma4_unified", "qwen2_vl", "qwen2_5_vl"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_text_part_that_does_not_say_its_kind_is_that_of_its_wrapper(kind: str) -> None:
+    text = {"num_hidden_layers": 8, "hidden_size": 2048}
+    spec = ModelSpec.from_config({"model_type": kind, "text_config": text})
+    assert spec.layers == ModelSpec.from_config(text | {"model_type": f"{kind}_text"}).layers
+    assert spec.layers == ModelSpec.from_config(text | {"model_type": kind, "text_config": [1]}).layers
+
+
+@pytest.mark.parametrize(("kind", "kv_heads"), [("qwen3_next", 2), ("qwen3_5_text", 4), ("qwen3_5_moe_text", 2)])
+def test_gated_delta_networks_by_default(kind: str, kv_heads: int) -> None:
+    """transformers 5.24: 16 heads of keys and 32 of values, of 128 each, and the last 3 inputs of a convolution over 4."""
+    config = {"model_type": kind, "num_hidden_layers": 8}
+    spec = ModelSpec.from_config(config)
+    full = AttentionLayer(16, kv_heads, 256, rope=Rope(1e4, rotary_dim=64))
+    state = StateLayer(32 * 128 * 128, (2 * 16 * 128 + 32 * 128) * 3)
+    assert spec.layers == (state, state, state, full) * 2
+    types = ["full_attention", "linear_attention"] * 4
+    assert ModelSpec.from_config(config | {"layer_types": types}).layers == (full, state) * 4
+
+
+def test_rotations_and_windows_by_default() -> None:
+    """transformers 5.24."""
+
+    def first(kind: str, **content: Any) -> AttentionLayer:
+        config = {"model_type": kind, "num_hidden_layers": 4, "hidden_size": 4096, **content}
+        return ModelSpec.from_config(config).attention_layers[0]
+
+    assert first("gpt_oss").rope == Rope(1.5e5, scaling=YarnScaling(32.0, 4096, truncate=False))
+    assert first("ministral3").rope == Rope(1e6, scaling=YarnScaling(16.0, 16384, magnitude=1.0))
+    for kind in ("qwen2", "qwen3", "qwen3_moe"):
+        assert first(kind, use_sliding_window=True, max_window_layers=0).window == 4096
+
+
 def test_layers_by_turns_of_families_that_have_two_kinds() -> None:
     def windowed(kind: str, **content: Any) -> list[int]:
         config = {"model_type": kind, "num_hidden_layers": 8, "hidden_size": 4096, **content}
         return [index for index, layer in enumerate(ModelSpec.from_config(config).attention_layers) if layer.window]
 
     assert windowed("gemma2") == [0, 2, 4, 6]
-    assert windowed("qwen2_moe", use_sliding_window=True, max_window_layers=5) == [0, 2, 4]
+    assert windowed("gemma3_text") == [0, 1, 2, 3, 4, 6, 7]
+    assert windowed("gemma4_text") == [0, 1, 2, 3, 4, 6], "the last layer is full"
     assert windowed("olmo3") == windowed("cohere2") == windowed("exaone4") == [0, 1, 2, 4, 5, 6]
     assert windowed("cohere2", sliding_window_pattern=2) == [0, 2, 4, 6]
+    for first in (0, 5):
+        assert windowed("qwen2", use_sliding_window=True, max_window_layers=first) == list(range(first, 8))
+    for last in (0, 4, 5):
+        assert windowed("qwen2_moe", use_sliding_window=True, max_window_layers=last) == list(range(0, last, 2))
     types = ["full_attention"] * 3 + ["sliding_attention"] * 5
-    for kind in ("gemma2", "olmo3", "cohere2", "exaone4", "ministral"):
-        assert windowed(kind, layer_types=types) == [3, 4, 5, 6, 7]
+    for kind in ("gemma2", "olmo3", "cohere2", "exaone4", "ministral", "qwen2", "qwen2_moe", "smollm3"):
+        given = {"layer_types": types, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 4}
+        assert windowed(kind, **given) == [3, 4, 5, 6, 7]
+    # EXAONE 4 was published with both.
+    assert windowed("exaone4", layer_types=types, sliding_window_pattern="LLLG") == [3, 4, 5, 6, 7]
+    for kind in ("qwen2", "qwen2_moe", "qwen3_moe", "smollm3"):
+        assert windowed(kind, sliding_window=64) == []
+    for kind, layers in {"qwen2": range(28, 96), "qwen2_vl": range(80, 96), "qwen2_moe": range(0, 28, 2)}.items():
+        assert windowed(kind, num_hidden_layers=96, use_sliding_window=True) == list(layers)
+    # Without windowed layers there need be no window.
+    assert windowed("mistral", layer_types=["full_attention"] * 8, sliding_window=None) == []
 
 
 @pytest.mark.parametrize("window", [None, 128])
@@ -307,6 +402,20 @@ def test_rotations_of_no_kind_of_layer(kind: str, key: str) -> None:
     nested = {"full_attention": FLAT | {"rope_theta": 2e5}, "sliding_attention": {"rope_theta": 1e5}}
     ropes = {layer.rope for layer in ModelSpec.from_config(config | {"rope_parameters": nested}).attention_layers}
     assert ropes == {Rope(1e5), Rope(2e5, scaling=LinearScaling(8.0))}
+
+
+@pytest.mark.parametrize(("kind", "full", "windowed"), [("gemma3_text", 1e6, 1e4), ("olmo3", 5e5, 5e5)])
+def test_rotations_of_one_kind_of_layer(kind: str, full: float, windowed: float) -> None:
+    def thetas(**changes: Any) -> set[tuple[bool, Any]]:
+        config = {"model_type": kind, "num_hidden_layers": 6, "hidden_size": 4096, **changes}
+        layers = ModelSpec.from_config(config).attention_layers
+        return {(layer.window is not None, layer.rope and layer.rope.theta) for layer in layers}
+
+    assert thetas() == {(False, full), (True, windowed)}
+    assert thetas(rope_parameters={"full_attention": {"rope_theta": 2e5}}) == {(False, 2e5), (True, windowed)}
+    assert thetas(rope_parameters={"sliding_attention": {"rope_theta": 3e4}}) == {(False, full), (True, 3e4)}
+    if kind == "gemma3_text":
+        assert thetas(rope_local_base_freq=3e4) == {(False, full), (True, 3e4)}
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "ministral3", "gemma4_text", "mixtral", "smollm3"])
@@ -360,6 +469,14 @@ def test_a_share_of_a_row_that_is_null_is_absent(scaling: dict[str, Any] | None)
         assert layer.rope.rotary_dim is None
 
 
+@pytest.mark.parametrize("share", [0, 1.5, float("nan"), True, "0.5"])
+def test_shares_of_a_row_that_cannot_be(share: Any) -> None:
+    config = PRESETS["qwen3.5-0.8b"]
+    with pytest.raises(InvalidArgument, match=rf"^config\.partial_rotary_factor = {share!r}: above 0, at most 1$"):
+        ModelSpec.from_config(config | {"partial_rotary_factor": share})
+    assert rope_of(config | {"rope_scaling": {}, "partial_rotary_factor": 1}).rotary_dim is None
+
+
 @pytest.mark.parametrize("place", ["config", "scaling"])
 def test_a_share_of_a_row_may_be_of_proportional_scaling(place: str) -> None:
     share, scaling = {"partial_rotary_factor": 0.5}, {"rope_type": "proportional", "factor": 2.0}
@@ -372,6 +489,7 @@ def test_scores_of_deepseek_grow_with_its_yarn() -> None:
     """transformers 5.23: yarn_apply_mscale."""
     (layer, *_) = ModelSpec.preset("deepseek-v3").attention_layers
     assert layer.scale == pytest.approx(0.1352337788608801)
+    assert (layer.head_dim, layer.v_dim, layer.v_alias) == (576, 512, True)
     plain = {key: value for key, value in PRESETS["deepseek-v3"].items() if key != "rope_scaling"}
     for content in (plain, plain | {"rope_scaling": {"type": "linear", "factor": 40, "mscale_all_dim": 0}}):
         (layer, *_) = ModelSpec.from_config(content).attention_layers
@@ -388,6 +506,17 @@ def test_scores_of_deepseek_grow_with_its_yarn() -> None:
 )
 def test_gemma_scales_scores_by_the_scalar_that_was_published(name: str, scalar: int) -> None:
     assert {layer.scale for layer in ModelSpec.preset(name).attention_layers} == {scalar**-0.5}
+
+
+def test_gemma_4_does_not_scale_scores() -> None:
+    assert {layer.scale for layer in ModelSpec.preset("gemma-4-12b").attention_layers} == {1.0}
+
+
+def test_only_gpt_oss_has_sinks() -> None:
+    sinks = {
+        name: {layer.sinks for layer in ModelSpec.from_config(COMPLETE[name]).attention_layers} for name in COMPLETE
+    }
+    assert sinks == {name: {name.startswith("gpt-oss")} for name in COMPLETE}
 
 
 def test_gemma_3_may_cap_scores() -> None:
@@ -436,13 +565,18 @@ def test_gemma_4_as_transformers_has_written_it_since_5_24() -> None:
         assert ModelSpec.from_config(saved | {"model_type": kind}).layers == ModelSpec.preset("gemma-4-12b").layers
     wrapped = {"model_type": "gemma4_unified", "text_config": published | {"model_type": "gemma4_unified_text"}}
     assert ModelSpec.from_config(wrapped).layers == ModelSpec.preset("gemma-4-12b").layers
+    halved = saved | {"per_layer_config": {f"{index:02}": own | {"head_dim": 256} for index in range(5, 48, 6)}}
+    assert {layer.head_dim for layer in ModelSpec.from_config(halved).attention_layers} == {256}
+    # Full layers have as many heads as others unless the config says otherwise.
+    alike = ModelSpec.from_config(published | {"num_global_key_value_heads": None})
+    assert {layer.num_kv_heads for layer in alike.attention_layers} == {8}
     # If the config names no window, the 12B model's kind has 1024, others 512.
     sparse = {"model_type": "gemma4_unified_text", "num_hidden_layers": 6}
     assert ModelSpec.from_config(sparse).attention_layers[0].window == 1024
 
 
 def test_single_layers_may_have_keys_of_their_own() -> None:
-    config = PRESETS["llama-3.1-8b"] | {"per_layer_config": {"3": {"num_key_value_heads": 4}, "31": {"head_dim": 64}}}
+    config = PRESETS["llama-3.1-8b"] | {"per_layer_config": {"3": {"num_key_value_heads": 4}, 31: {"head_dim": 64}}}
     layers = ModelSpec.from_config(config).attention_layers
     shapes = {index: (layer.num_kv_heads, layer.head_dim) for index, layer in enumerate(layers)}
     assert shapes == dict.fromkeys(range(32), (8, 128)) | {3: (4, 128), 31: (8, 64)}
@@ -476,30 +610,65 @@ def test_shared_layers_store_nothing() -> None:
     spec = ModelSpec.from_config(base)
     assert [layer.kv_owner for layer in spec.attention_layers] == [None] * 4 + [2, 3]
     assert groups_of(spec)[0] == [0, 2]
+    spec = ModelSpec.from_config(base | {"num_kv_shared_layers": 4})
+    assert [layer.kv_owner for layer in spec.attention_layers] == [None, None, 0, 1, 0, 1]
+    with pytest.raises(InvalidArgument, match=r"^config\.num_kv_shared_layers = 6: an int from 0 to 5$"):
+        ModelSpec.from_config(base | {"num_kv_shared_layers": 6})
+    # transformers 5.24 refuses it, too: the only full layer is among those that store nothing.
+    with pytest.raises(
+        InvalidArgument, match=r"^config\.num_kv_shared_layers = 2: fewer, as layer 5 has no earlier full"
+    ):
+        ModelSpec.from_config(base | {"layer_types": None})
 
 
-HOSTILE: st.SearchStrategy[Any] = st.sampled_from(
-    [None, -1, 0, 1.5, float("nan"), float("inf"), 1 << 70, 10**400, "8", [], {}, True]
-)
+HOSTILE: list[Any] = [None, -1, 0, 1.5, float("nan"), float("inf"), 1 << 70, 10**400, "8", [], [1], {}, {"0": 1}, True]
 
 
-@given(name=st.sampled_from(sorted(COMPLETE)), data=st.data())
-def test_hostile_configs_are_refused_by_name(name: str, data: st.DataObject) -> None:
-    config = dict(COMPLETE[name])
-    key = data.draw(st.sampled_from(sorted(config)))
-    config[key] = data.draw(HOSTILE)
-    try:
-        layers = layers_of(config)
-    except InvalidArgument as error:
-        assert "=" in str(error)
-    else:
-        assert all(isinstance(layer, AttentionLayer | StateLayer) for layer in layers)
+@pytest.mark.parametrize("name", COMPLETE)
+def test_hostile_configs_are_refused_by_name(name: str) -> None:
+    def check(config: dict[str, Any]) -> None:
+        try:
+            layers = layers_of(config)
+        except InvalidArgument as error:
+            assert "=" in str(error)
+        else:
+            assert all(isinstance(layer, AttentionLayer | StateLayer) for layer in layers)
+
+    keys = COMPLETE[name].keys() | {"rope_scaling", "rope_parameters", "layer_types"}
+    for key, value in itertools.product(keys, HOSTILE):
+        check(COMPLETE[name] | {key: value})
 
 
+@pytest.mark.parametrize("value", [0, 10**400])
 @pytest.mark.parametrize("key", ["rope_theta", "query_pre_attn_scalar"])
-def test_integers_that_no_float_holds_are_refused(key: str) -> None:
-    with pytest.raises(InvalidArgument, match=rf"^config\.{key} = 10+: a finite number above 0"):
-        ModelSpec.from_config(PRESETS["gemma-3-1b"] | {key: 10**400})
+def test_numbers_that_no_float_above_0_holds_are_refused(key: str, value: int) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^config\.{key} = {value}: a finite number above 0"):
+        ModelSpec.from_config(PRESETS["gemma-3-1b"] | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "most"),
+    [
+        ("llama", "num_hidden_layers", 4096),
+        ("llama", "num_attention_heads", 4096),
+        ("llama", "num_key_value_heads", 4096),
+        ("llama", "head_dim", 1024),
+        ("deepseek_v3", "num_attention_heads", 4096),
+    ],
+)
+def test_counts_that_are_too_large_are_refused_by_name(kind: str, key: str, most: int) -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4096, "num_key_value_heads": 1, "head_dim": 8}
+    assert ModelSpec.from_config({"model_type": kind, **sizes, key: most})
+    with pytest.raises(InvalidArgument, match=rf"^config\.{key} = {most + 1}: an int from 1 to {most}$"):
+        ModelSpec.from_config({"model_type": kind, **sizes, key: most + 1})
+
+
+@pytest.mark.parametrize("value", [[1, 1, 1], [1] * 5, "1111"])
+@pytest.mark.parametrize("key", ["layer_types", "no_rope_layers"])
+def test_lists_have_an_entry_for_each_layer(key: str, value: Any) -> None:
+    config = {"model_type": "smollm3", "num_hidden_layers": 4, "hidden_size": 2048, "use_sliding_window": True}
+    with pytest.raises(InvalidArgument, match=rf"^config\.{key} = .*: a list of 4$"):
+        ModelSpec.from_config(config | {key: value})
 
 
 def test_a_config_from_a_pipe_has_an_end_and_one_without_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from pagoda.errors import InvalidArgument
 from pagoda.hf_config import FULL, LINEAR, PER_LAYER, WINDOWED, Config
 from pagoda.rope import Rope, score_factor_from_config
-from pagoda.spec import AttentionLayer, Layer, StateLayer
+from pagoda.spec import HEADS_MAX, AttentionLayer, Layer, StateLayer
 
 
 def layers_of(config: dict[str, Any]) -> list[Layer]:
@@ -106,7 +106,7 @@ def _smollm3(config: Config) -> list[Layer]:
     rotates = config.sequence("no_rope_layers", config.layer_count)
     if rotates is None:
         interval = config.integer("no_rope_layer_interval")
-        rotates = [int((index + 1) % interval != 0) for index in range(config.layer_count)]
+        rotates = [(index + 1) % interval != 0 for index in range(config.layer_count)]
     windows: list[int | None] = [None] * config.layer_count
     if config.content.get("use_sliding_window") is True:
         types = config.layer_types()
@@ -132,6 +132,7 @@ def _cohere2(config: Config) -> list[Layer]:
 def _exaone4(config: Config) -> list[Layer]:
     if config.content["sliding_window"] is None:
         return _llama(config)
+    # If there are types, the pattern may be a text, "LLLG".
     types = config.layer_types() or _alternating(config, config.integer("sliding_window_pattern"))
     return _rotating_in_windows(config, types, config.rope())
 
@@ -208,9 +209,14 @@ def _gemma4(config: Config) -> list[Layer]:
     owners: dict[str, int] = {}
     layers: list[Layer] = []
     for index, kind in enumerate(types):
-        owner = owners.get(kind) if index >= count - shared else None
-        if owner is None:
+        owner = None
+        if index < count - shared:
             owners[kind] = index
+        elif kind in owners:
+            owner = owners[kind]
+        else:
+            limit = f"fewer, as layer {index} has no earlier {kind} to share with"
+            raise InvalidArgument(f"config.num_kv_shared_layers = {shared}: {limit}")
         full = kind == FULL
         layers.append(
             AttentionLayer(
@@ -247,7 +253,7 @@ def _gated_delta_net(config: Config) -> list[Layer]:
 def _deepseek(config: Config) -> list[Layer]:
     """Multi-head latent attention: one row of kv_lora_rank + qk_rope_head_dim per token, the first part of which is V."""
     latent, rotated = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
-    queries = config.integer("num_attention_heads", high=4096)
+    queries = config.integer("num_attention_heads", high=HEADS_MAX)
     scale = (config.integer("qk_nope_head_dim") + rotated) ** -0.5
     scale *= score_factor_from_config(config.rope_parameters())
     layer = AttentionLayer(queries, 1, latent + rotated, latent, scale=scale, v_alias=True)

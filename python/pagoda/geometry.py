@@ -191,7 +191,7 @@ class Geometry:
     def layouts(self) -> list[BlockLayout]:
         """The block layout of each layer group."""
         layouts = []
-        for group in range(1 + max((layer["group"] for layer in self.layers), default=-1)):
+        for group in range(1 + max(layer["group"] for layer in self.layers)):
             stored = {
                 index: (
                     layer["num_kv_heads"],

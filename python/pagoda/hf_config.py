@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pagoda._core import HEAD_DIM_MAX
 from pagoda.checks import is_number, natural
 from pagoda.errors import InvalidArgument
 from pagoda.rope import ProportionalScaling, Rope, scaling_from_config
+from pagoda.spec import HEADS_MAX, LAYERS_MAX
 
 JSON_BYTES_MAX = 16 << 20
 
@@ -93,15 +95,15 @@ class Config:
     @property
     def layer_count(self) -> int:
         """num_hidden_layers."""
-        return self.integer("num_hidden_layers", high=4096)
+        return self.integer("num_hidden_layers", high=LAYERS_MAX)
 
     @property
     def heads(self) -> tuple[int, int, int]:
         """Query heads, K/V heads and the size of a head."""
-        queries = self.integer("num_attention_heads", high=4096)
+        queries = self.integer("num_attention_heads", high=HEADS_MAX)
         own = self.content.get("head_dim") is not None
-        head_dim = self.integer("head_dim", high=4096) if own else self.integer("hidden_size") // queries
-        return queries, self.integer("num_key_value_heads", queries, high=4096), head_dim
+        head_dim = self.integer("head_dim", high=HEAD_DIM_MAX) if own else self.integer("hidden_size") // queries
+        return queries, self.integer("num_key_value_heads", queries, high=HEADS_MAX), head_dim
 
     def per_layer(self, layers: int) -> dict[int, dict[str, Any]]:
         """The keys that single layers have of their own, by the index of the layer."""
@@ -149,7 +151,7 @@ class Config:
         _, _, head_dim = self.heads
         given = (source.get("partial_rotary_factor") for source in (parameters, self.content))
         partial = next((factor for factor in given if factor is not None), 1.0)
-        if not isinstance(partial, int | float) or not 0 < partial <= 1:
+        if not is_number(partial) or not 0 < partial <= 1:
             raise InvalidArgument(f"config.partial_rotary_factor = {partial!r}: above 0, at most 1")
         scaling = scaling_from_config({**parameters, "partial_rotary_factor": partial})
         if partial == 1 or isinstance(scaling, ProportionalScaling):

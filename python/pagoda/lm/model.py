@@ -22,7 +22,7 @@ from pagoda.hf_config import PER_LAYER, Config, read_config
 from pagoda.lm.arrays import Library, library
 from pagoda.lm.checkpoint import Checkpoint
 from pagoda.lm.tokenizer import Tokenizer, load_tokenizer
-from pagoda.rope import LongRopeScaling, Rope
+from pagoda.rope import Rope
 from pagoda.spec import AttentionLayer, ModelSpec
 
 Float32 = npt.NDArray[np.float32]
@@ -122,7 +122,7 @@ class LanguageModel:
         self.config, self.tokenizer = config, tokenizer
         self.device, self._xp = arrays.device, arrays.xp
         self.spec = ModelSpec.from_config(config)
-        _require_one_rotation(reader, self.spec)
+        _require_one_rotation(reader)
         self.vocab_size = reader.integer("vocab_size")
         self._hidden, self._inner = reader.integer("hidden_size"), reader.integer("intermediate_size")
         epsilon = reader.number("rms_norm_eps", 1e-6)
@@ -196,7 +196,7 @@ class LanguageModel:
         queries, keys = layer.num_q_heads, layer.num_q_heads + layer.num_kv_heads
         rows = _linear(x, block.qkv, block.qkv_bias).reshape(len(x), keys + layer.num_kv_heads, layer.head_dim)
         q, k, v = rows[:, :queries], rows[:, queries:keys], rows[:, keys:]
-        if block.q_norm is not None and block.k_norm is not None:
+        if block.q_norm is not None:
             q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
         return q, k, v
 
@@ -259,11 +259,10 @@ class LanguageModel:
         )
 
 
-def _require_one_rotation(reader: Config, spec: ModelSpec) -> None:
+def _require_one_rotation(reader: Config) -> None:
     """Raises InvalidArgument for LongRoPE with other factors for short contexts: stored keys have only one rotation."""
     short, long = (reader.rope_parameters().get(key) for key in ("short_factor", "long_factor"))
-    scaled = any(layer.rope and isinstance(layer.rope.scaling, LongRopeScaling) for layer in spec.attention_layers)
-    if scaled and short != long:
+    if short != long:
         raise InvalidArgument(f"config.rope_scaling.short_factor = {short!r}: {long!r}, the long_factor")
 
 
@@ -333,7 +332,7 @@ def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
 def _rotate(rows: Array, cos: Array, sin: Array) -> None:
     """Rotates pairs (i, i + pairs) of [tokens, heads, head_dim] in place."""
     pairs = cos.shape[2]
-    low, high = rows[..., :pairs], rows[..., pairs : 2 * pairs]
+    low, high = rows[..., :pairs], rows[..., pairs:]
     turned = low * sin
     low *= cos
     low -= high * sin
