@@ -425,6 +425,41 @@ mod tests {
         assert_eq!(world.store.traffic().bytes_read, before);
     }
 
+    #[test]
+    fn a_slot_holds_pages_of_any_group() {
+        let disk = FaultyDisk::default();
+        let geometry = Geometry::new(&[vec![100], vec![100, 5000], vec![100]], 4 << 20).unwrap();
+        let store = Arc::new(Store::scratch(&disk, geometry, [1; 16], None).unwrap());
+        let mover = Mover::new(Vec::new(), Some(&store)).unwrap();
+        let (mut ring, group) = (Ring::new(&store, 2).unwrap(), GroupId(1));
+        let what = LayerOfPages { group, layer: 1, blocks: [0, 1].map(BlockId::new).to_vec() };
+        let fill = |page: usize, range: Range<u64>, target: &mut [u8]| {
+            range.zip(target).for_each(|(at, to)| *to = byte(1, page as u32, at));
+        };
+        store.lane().unwrap().write(group, &what.blocks, fill).unwrap();
+        // SAFETY: nobody writes meanwhile.
+        unsafe { ring.read_ahead(&mover, std::iter::once(&what), Epoch(0)) };
+        assert!(mover.waiter().wait(ring.next().unwrap(), Duration::from_secs(60)));
+        let filled = ring.take().unwrap();
+        for page in 0..2 {
+            let second = (100..5100).map(|at| byte(1, page as u32, at));
+            assert!(ring.page(&filled, page)[..5000].iter().copied().eq(second), "page {page}");
+        }
+    }
+
+    /// What was guessed is given up only for want of slots.
+    #[test]
+    fn what_comes_first_now_does_not_cost_what_was_read_for_later() {
+        let mut world = world();
+        world.write(1, 0..60);
+        let [a, b, c] = [0, 20, 40].map(|first| what(0, first..first + 20));
+        world.ahead(&[a.clone(), b.clone()], 0);
+        world.quiet();
+        world.ahead(&[c, a, b], 1);
+        world.quiet();
+        assert_eq!(world.store.traffic().bytes_read, 60 * 4096);
+    }
+
     /// Like pages that two sequences of a batch share.
     #[test]
     fn a_page_that_was_written_since_is_read_again_for_all_who_need_it() {
