@@ -426,6 +426,23 @@ mod tests {
     }
 
     #[test]
+    fn slots_of_reads_that_nobody_needs_are_free_once_these_have_ended() {
+        let mut world = world();
+        world.write(1, 0..40);
+        let all: Vec<_> =
+            (0..world.ring.free.len() as u32).map(|n| what(n as usize % 2, n / 2..n / 2 + 1)).collect();
+        let disk = world.disk.clone();
+        disk.with("scratch 1", |_| {
+            world.ahead(&all, 0);
+            world.ahead(&[], 0);
+            assert_eq!(world.ring.free, []);
+        });
+        world.quiet();
+        world.ahead(&[what(0, 20..40)], 0);
+        world.check(1, &what(0, 20..40));
+    }
+
+    #[test]
     fn a_slot_holds_pages_of_any_group() {
         let disk = FaultyDisk::default();
         let geometry = Geometry::new(&[vec![100], vec![100, 5000], vec![100]], 4 << 20).unwrap();
