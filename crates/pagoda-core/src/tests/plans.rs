@@ -73,6 +73,26 @@ fn what_has_arrived_may_move_on_at_once() {
     assert_eq!(cache.with_movable(way, &[sequence]), [(sequence, GroupId(0))]);
 }
 
+#[test]
+fn what_has_arrived_is_spared_where_it_came_from_and_makes_room_at_once() {
+    let (mut cache, sequence) = filled(64 * 4);
+    let kept = plan(&cache, sequence, Tier::Host, 0..8, true);
+    let (_, completion, _) = cache.execute(&kept).unwrap();
+    completion.finish(2);
+    assert_eq!(cache.drop_copies(Tier::Host, GroupId(0), 9, None), Ok(2));
+    // An open page that is kept on disk needs a block of the device, which is full until then.
+    let open = cache.create().unwrap();
+    cache.truncate(sequence, 63 * 4).unwrap();
+    append(&mut cache, open, 2);
+    let (key, _) = cache.keep(open).unwrap();
+    let moved = plan(&cache, sequence, Tier::Host, 0..4, false);
+    let (_, completion, _) = cache.execute(&moved).unwrap();
+    assert!(matches!(cache.revive(key), Err(Error::OutOfBlocks { tier: Tier::Device, .. })));
+    completion.finish(1);
+    cache.revive(key).unwrap();
+    cache.audit().unwrap();
+}
+
 /// Whoever holds one of its pages is told of a ticket, until it has ended.
 #[test]
 fn moves_of_a_sequence_are_those_of_its_pages() {
