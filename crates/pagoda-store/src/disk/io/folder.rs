@@ -546,4 +546,21 @@ mod tests {
         assert_eq!(flags.contains(OFlags::DIRECT), folder.access.direct, "{:?}", folder.access);
         std::fs::remove_dir(&place).unwrap();
     }
+
+    /// As a child has it that is forked at that moment.
+    #[test]
+    fn a_lock_goes_with_its_file_although_somebody_else_has_that_open() {
+        let place = std::env::temp_dir().join(format!("pagoda-lock-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap();
+        let created = || folder.create("pages", OFlags::empty()).unwrap();
+        let lock = |fd: &OwnedFd| fs::flock(fd, FlockOperation::NonBlockingLockExclusive);
+        let file = folder.pages(created(), Some(folder.place("pages"))).unwrap();
+        lock(&file.fd).unwrap();
+        let (child, other) = (rustix::io::dup(&*file.fd).unwrap(), created());
+        assert_eq!(lock(&other), Err(rustix::io::Errno::WOULDBLOCK));
+        drop(file);
+        lock(&other).unwrap();
+        drop(child);
+        std::fs::remove_dir_all(&place).unwrap();
+    }
 }
