@@ -74,6 +74,23 @@ fn what_has_arrived_may_move_on_at_once() {
 }
 
 #[test]
+fn a_copy_is_spared_where_a_faster_tier_has_another() {
+    for (tier, other) in [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)] {
+        let (mut cache, sequence) = filled(4);
+        let kept = plan(&cache, sequence, tier, 0..4, true);
+        carry_out(&mut cache, &kept);
+        assert_eq!(
+            [Tier::Device, other].map(|at| cache.drop_copies(at, GroupId(0), 9, None)),
+            [Ok(0), Ok(0)]
+        );
+        assert_eq!(cache.drop_copies(tier, GroupId(0), 9, Some(sequence)), Ok(0));
+        assert_eq!(cache.drop_copies(tier, GroupId(0), 9, None), Ok(1));
+        assert_eq!(used(&mut cache), [1, 0, 0]);
+        cache.audit().unwrap();
+    }
+}
+
+#[test]
 fn what_has_arrived_is_spared_where_it_came_from_and_makes_room_at_once() {
     let (mut cache, sequence) = filled(64 * 4);
     let kept = plan(&cache, sequence, Tier::Host, 0..8, true);
