@@ -426,6 +426,17 @@ mod tests {
     }
 
     #[test]
+    fn slots_are_known_by_their_numbers() {
+        let mut world = world();
+        world.write(1, 0..3);
+        world.ahead(&[0, 1, 2].map(|block| what(0, block..block + 1)), 0);
+        world.quiet();
+        let mut slots = [(); 3].map(|()| world.ring.take().unwrap().slot());
+        slots.sort_unstable();
+        assert!(slots.is_sorted_by(|a, b| a < b), "{slots:?}");
+    }
+
+    #[test]
     fn slots_of_reads_that_nobody_needs_are_free_once_these_have_ended() {
         let mut world = world();
         world.write(1, 0..40);

@@ -69,8 +69,10 @@ fn what_has_arrived_may_move_on_at_once() {
     let (_, completion, _) = cache.execute(&to_host).unwrap();
     let way = (Tier::Host, Tier::Disk);
     assert_eq!(cache.with_movable(way, &[sequence]), []);
+    let released = cache.fork(sequence).unwrap();
+    cache.release(released).unwrap();
     completion.finish(1);
-    assert_eq!(cache.with_movable(way, &[sequence]), [(sequence, GroupId(0))]);
+    assert_eq!(cache.with_movable(way, &[released, sequence]), [(sequence, GroupId(0))]);
 }
 
 #[test]
