@@ -360,6 +360,31 @@ mod tests {
         assert_eq!(refilled[3..], [3, 11, 12, 30], "then the fullest, then a fresh one");
     }
 
+    #[test]
+    fn an_arena_beyond_limits_is_refused() {
+        let (bytes_max, extents_max) = (limits::ARENA_BYTES_MAX, limits::EXTENTS_MAX);
+        let blocks_max = limits::BLOCKS_PER_GROUP_MAX;
+        for (bytes, extent_bytes, block_bytes, refused) in [
+            (bytes_max, bytes_max, bytes_max, None),
+            (bytes_max + 1, bytes_max, bytes_max, Some("bytes")),
+            (8, 0, 8, Some("extent_bytes")),
+            (8 * extents_max, 8, 8, None),
+            (8 * extents_max + 1, 8, 8, Some("extent_bytes")),
+            (16, 8, 0, Some("block_bytes")),
+            (16, 8, 9, Some("block_bytes")),
+            (16, 8, 8, None),
+            (8 * blocks_max + 7, 8 * blocks_max, 8, None),
+            (8 * blocks_max + 8, 8 * blocks_max, 8, Some("block_bytes")),
+        ] {
+            let argument = match Arena::new(bytes, extent_bytes, &[block_bytes]) {
+                Ok(_) => None,
+                Err(Error::InvalidArgument { argument, .. }) => Some(argument),
+                Err(error) => panic!("{error}"),
+            };
+            assert_eq!(argument, refused, "{bytes}, {extent_bytes}, {block_bytes}");
+        }
+    }
+
     /// If a block is only a little smaller than an extent, nearly every extent contains a border of blocks and no whole block.
     #[test]
     fn any_number_of_extents_may_hold_no_block() {

@@ -136,14 +136,14 @@ impl Pages {
         (tiers.count_ones() > 1).then(|| if self.kept(id) > 0 { tiers | KEPT } else { tiers })
     }
 
-    /// Pages of a group whose block on `tier` may have become superfluous: it is on a faster tier too or, if kept, on disk. There
-    /// may be very many others with blocks on more than one tier, and these are not looked at.
+    /// Pages of a group whose block on `tier` may have become superfluous: it is on a faster tier too or, if kept, on disk, where
+    /// all kept pages are. There may be very many others with blocks on more than one tier, and these are not looked at.
     pub(crate) fn spare(&self, tier: Tier, group: GroupId) -> impl Iterator<Item = (PageId, &Page)> {
-        let (on, faster, disk) = (1 << tier.index(), (1 << tier.index()) - 1, 1 << Tier::Disk.index());
+        let (on, faster) = (1 << tier.index(), (1 << tier.index()) - 1);
         let kinds = (0..KINDS).filter(move |kind| match (kind & on > 0, kind & KEPT > 0) {
             (false, _) => false,
             (true, false) => kind & faster > 0,
-            (true, true) => tier != Tier::Disk && kind & (faster | disk) > 0,
+            (true, true) => tier != Tier::Disk,
         });
         let first = PageId::new(0);
         let of_group = (group, first)..(GroupId(group.0 + 1), first);

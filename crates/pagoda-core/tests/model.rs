@@ -874,6 +874,7 @@ impl Machine {
             for i in 0..span.count {
                 let (page, r) = ((span.skip + i) / page_size, (span.skip + i) % page_size);
                 let at = place((span.first_page + page) as usize);
+                prop_assert!(at.0 != Tier::Disk || self.cache.step_reaches_disk(index, group));
                 let want = expected[token];
                 let seen_at = end - (expected.len() - token) as u64;
                 prop_assert_eq!(want.position + span.offset, seen_at, "token {} of {:?}", token, span);

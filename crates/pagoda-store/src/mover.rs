@@ -376,6 +376,21 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_made_now_moves_its_bytes_and_no_others() {
+        let slabs = slabs();
+        for at in 0..1 << 16 {
+            // SAFETY: nobody else has the slab yet.
+            unsafe { slabs[0].base().add(at).write((at % 251) as u8) };
+        }
+        // SAFETY: nobody else touches the slabs.
+        unsafe { Mover::new(slabs.clone(), None).unwrap().copy_now(&transfer(1000, 3000, 2048)) };
+        // SAFETY: as above.
+        let there = unsafe { std::slice::from_raw_parts(slabs[1].base(), 1 << 16) };
+        let right = |at| if (3000..5048).contains(&at) { ((at - 2000) % 251) as u8 } else { 0 };
+        assert!((0..).zip(there).all(|(at, &byte)| byte == right(at)));
+    }
+
+    #[test]
     fn waiting_gives_up() {
         let mover = Mover::new(slabs(), None).unwrap();
         assert!(!mover.waiter().wait(&Completion::new(), Duration::from_millis(1)));
@@ -469,6 +484,18 @@ mod tests {
             // SAFETY: the job has finished.
             let back = unsafe { std::slice::from_raw_parts(slabs[1].base(), (PAGES * PAGE) as usize) };
             assert!(back.iter().enumerate().all(|(at, &byte)| byte == (at % 249) as u8));
+        }
+
+        #[test]
+        fn a_page_goes_alone() {
+            let (_, store, slabs) = parts();
+            let mover = Mover::new(slabs.clone(), Some(&store)).unwrap();
+            for (from, to) in [(memory(0, 3), disk(7)), (disk(7), memory(1, 0))] {
+                assert_eq!(run(&mover, vec![Transfer { from, to, bytes: PAGE }]).copied(), Some(1));
+            }
+            // SAFETY: the job has finished.
+            let back = unsafe { std::slice::from_raw_parts(slabs[1].base(), PAGE as usize) };
+            assert!((3 * PAGE..).zip(back).all(|(at, &byte)| byte == (at % 249) as u8));
         }
 
         #[test]

@@ -425,6 +425,69 @@ mod tests {
         assert_eq!(world.store.traffic().bytes_read, before);
     }
 
+    #[test]
+    fn slots_are_known_by_their_numbers() {
+        let mut world = world();
+        world.write(1, 0..3);
+        world.ahead(&[0, 1, 2].map(|block| what(0, block..block + 1)), 0);
+        world.quiet();
+        let mut slots = [(); 3].map(|()| world.ring.take().unwrap().slot());
+        slots.sort_unstable();
+        assert!(slots.is_sorted_by(|a, b| a < b), "{slots:?}");
+    }
+
+    #[test]
+    fn slots_of_reads_that_nobody_needs_are_free_once_these_have_ended() {
+        let mut world = world();
+        world.write(1, 0..40);
+        let all: Vec<_> =
+            (0..world.ring.free.len() as u32).map(|n| what(n as usize % 2, n / 2..n / 2 + 1)).collect();
+        let disk = world.disk.clone();
+        disk.with("scratch 1", |_| {
+            world.ahead(&all, 0);
+            world.ahead(&[], 0);
+            assert_eq!(world.ring.free, []);
+        });
+        world.quiet();
+        world.ahead(&[what(0, 20..40)], 0);
+        world.check(1, &what(0, 20..40));
+    }
+
+    #[test]
+    fn a_slot_holds_pages_of_any_group() {
+        let disk = FaultyDisk::default();
+        let geometry = Geometry::new(&[vec![100], vec![100, 5000], vec![100]], 4 << 20).unwrap();
+        let store = Arc::new(Store::scratch(&disk, geometry, [1; 16], None).unwrap());
+        let mover = Mover::new(Vec::new(), Some(&store)).unwrap();
+        let (mut ring, group) = (Ring::new(&store, 2).unwrap(), GroupId(1));
+        let what = LayerOfPages { group, layer: 1, blocks: [0, 1].map(BlockId::new).to_vec() };
+        let fill = |page: usize, range: Range<u64>, target: &mut [u8]| {
+            range.zip(target).for_each(|(at, to)| *to = byte(1, page as u32, at));
+        };
+        store.lane().unwrap().write(group, &what.blocks, fill).unwrap();
+        // SAFETY: nobody writes meanwhile.
+        unsafe { ring.read_ahead(&mover, std::iter::once(&what), Epoch(0)) };
+        assert!(mover.waiter().wait(ring.next().unwrap(), Duration::from_secs(60)));
+        let filled = ring.take().unwrap();
+        for page in 0..2 {
+            let second = (100..5100).map(|at| byte(1, page as u32, at));
+            assert!(ring.page(&filled, page)[..5000].iter().copied().eq(second), "page {page}");
+        }
+    }
+
+    /// What was guessed is given up only for want of slots.
+    #[test]
+    fn what_comes_first_now_does_not_cost_what_was_read_for_later() {
+        let mut world = world();
+        world.write(1, 0..60);
+        let [a, b, c] = [0, 20, 40].map(|first| what(0, first..first + 20));
+        world.ahead(&[a.clone(), b.clone()], 0);
+        world.quiet();
+        world.ahead(&[c, a, b], 1);
+        world.quiet();
+        assert_eq!(world.store.traffic().bytes_read, 60 * 4096);
+    }
+
     /// Like pages that two sequences of a batch share.
     #[test]
     fn a_page_that_was_written_since_is_read_again_for_all_who_need_it() {

@@ -43,6 +43,17 @@ fn copies_of_what_is_kept_are_spared_in_memory_alone() {
     }
 }
 
+#[test]
+fn what_has_arrived_on_disk_may_be_kept_at_once() {
+    let (mut cache, sequence) = filled(4);
+    let to_disk = plan(&cache, sequence, Tier::Disk, 0..4, true);
+    let (_, completion, _) = cache.execute(&to_disk).unwrap();
+    assert!(matches!(cache.keep(sequence), Err(Error::InvalidArgument { argument: "sequence", .. })));
+    completion.finish(1);
+    cache.keep(sequence).unwrap();
+    cache.audit().unwrap();
+}
+
 /// A tier that is full is searched for them again and again, and there may be very many that others need.
 #[test]
 fn only_copies_that_may_be_spared_are_looked_at() {

@@ -41,6 +41,101 @@ fn moves_between_two_tiers_are_known_until_they_have_ended() {
     assert_eq!(moves(&mut cache, Tier::Device, Tier::Disk), []);
 }
 
+/// A page has a new generation whenever its bytes are, also as a page of another sequence.
+#[test]
+fn a_plan_of_what_a_page_was_is_refused_for_good() {
+    let (mut cache, sequence) = filled(4);
+    let rewrite = |cache: &mut Cache, sequence| {
+        cache.truncate(sequence, 2).unwrap();
+        append(cache, sequence, 2);
+    };
+    rewrite(&mut cache, sequence);
+    let old = plan(&cache, sequence, Tier::Host, 0..4, false);
+    cache.truncate(sequence, 0).unwrap();
+    let other = cache.create().unwrap();
+    append(&mut cache, other, 4);
+    for _ in 0..3 {
+        let new = plan(&cache, other, Tier::Host, 0..4, false);
+        assert_eq!(new.moves()[0].page, old.moves()[0].page);
+        assert!(matches!(cache.execute(&old), Err(Error::InvalidArgument { argument: "plan", .. })));
+        rewrite(&mut cache, other);
+    }
+}
+
+#[test]
+fn what_has_arrived_may_move_on_at_once() {
+    let (mut cache, sequence) = filled(4);
+    let to_host = plan(&cache, sequence, Tier::Host, 0..4, false);
+    let (_, completion, _) = cache.execute(&to_host).unwrap();
+    let way = (Tier::Host, Tier::Disk);
+    assert_eq!(cache.with_movable(way, &[sequence]), []);
+    let released = cache.fork(sequence).unwrap();
+    cache.release(released).unwrap();
+    completion.finish(1);
+    assert_eq!(cache.with_movable(way, &[released, sequence]), [(sequence, GroupId(0))]);
+}
+
+#[test]
+fn a_copy_is_spared_where_a_faster_tier_has_another() {
+    for (tier, other) in [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)] {
+        let (mut cache, sequence) = filled(4);
+        let kept = plan(&cache, sequence, tier, 0..4, true);
+        carry_out(&mut cache, &kept);
+        assert_eq!(
+            [Tier::Device, other].map(|at| cache.drop_copies(at, GroupId(0), 9, None)),
+            [Ok(0), Ok(0)]
+        );
+        assert_eq!(cache.drop_copies(tier, GroupId(0), 9, Some(sequence)), Ok(0));
+        assert_eq!(cache.drop_copies(tier, GroupId(0), 9, None), Ok(1));
+        assert_eq!(used(&mut cache), [1, 0, 0]);
+        cache.audit().unwrap();
+    }
+}
+
+#[test]
+fn what_has_arrived_is_spared_where_it_came_from_and_makes_room_at_once() {
+    let (mut cache, sequence) = filled(64 * 4);
+    let kept = plan(&cache, sequence, Tier::Host, 0..8, true);
+    let (_, completion, _) = cache.execute(&kept).unwrap();
+    completion.finish(2);
+    assert_eq!(cache.drop_copies(Tier::Host, GroupId(0), 9, None), Ok(2));
+    // An open page that is kept on disk needs a block of the device, which is full until then.
+    let open = cache.create().unwrap();
+    cache.truncate(sequence, 63 * 4).unwrap();
+    append(&mut cache, open, 2);
+    let (key, _) = cache.keep(open).unwrap();
+    let moved = plan(&cache, sequence, Tier::Host, 0..4, false);
+    let (_, completion, _) = cache.execute(&moved).unwrap();
+    assert!(matches!(cache.revive(key), Err(Error::OutOfBlocks { tier: Tier::Device, .. })));
+    completion.finish(1);
+    cache.revive(key).unwrap();
+    cache.audit().unwrap();
+}
+
+/// Whoever holds one of its pages is told of a ticket, until it has ended.
+#[test]
+fn moves_of_a_sequence_are_those_of_its_pages() {
+    let (mut cache, sequence) = filled(8);
+    let [fork, other] = [cache.fork(sequence).unwrap(), cache.create().unwrap()];
+    append(&mut cache, other, 4);
+    let (first, second) = (0..4, 4..8);
+    let tickets = [first, second].map(|tokens| {
+        let there = plan(&cache, sequence, Tier::Host, tokens, true);
+        cache.execute(&there).unwrap()
+    });
+    let moves =
+        |cache: &mut Cache, of| cache.moves_of(of).unwrap().into_iter().map(|(id, _)| id).collect::<Vec<_>>();
+    cache.truncate(fork, 4).unwrap();
+    let [(first, completion, _), (second, ..)] = &tickets;
+    assert_eq!(
+        [sequence, fork, other].map(|of| moves(&mut cache, of)),
+        [vec![*first, *second], vec![*first], vec![]]
+    );
+    completion.finish(1);
+    assert_eq!(moves(&mut cache, fork), []);
+    assert_eq!(moves(&mut cache, sequence), [*second]);
+}
+
 #[test]
 fn a_plan_takes_the_pages_that_were_selected() {
     let (mut cache, sequence) = filled(8);

@@ -20,6 +20,20 @@ fn a_handle_of_long_ago_is_never_good_again() {
     cache.audit().unwrap();
 }
 
+/// Keys that are derived from values are rotated for the row's position, also those of rows that no span covers any more.
+#[test]
+fn a_run_of_a_cut_span_begins_where_its_first_row_was_stored() {
+    for (gone, skip, first_row) in [(0..2, 2, 0), (0..6, 2, 4), (0..8, 0, 8)] {
+        let (mut cache, sequence) = filled(40);
+        cache.drop_tokens(sequence, gone).unwrap();
+        cache.reserve(&[(sequence, 0)]).unwrap();
+        let spans: Vec<_> = cache.step_spans(0, GroupId(0)).collect();
+        assert_eq!((spans.len(), spans[0].skip), (1, skip));
+        let rows = crate::work::RUN_ROWS as u64;
+        assert_eq!([0, 1].map(|run| spans[0].run_position(run)), [first_row, first_row + rows]);
+    }
+}
+
 #[test]
 fn a_cache_is_empty_when_nobody_holds_a_row() {
     let mut cache = Cache::new(&[GROUP], [MEMORY; 3]).unwrap();

@@ -41,6 +41,61 @@ fn a_refused_step_leaves_plans_and_truncated_pages_as_they_were() {
     cache.execute(&plan).unwrap();
 }
 
+/// Kernels of a step that is rolled back may have written to it: a plan of what was there before is refused.
+#[test]
+fn a_step_that_is_rolled_back_leaves_truncated_pages_open() {
+    let mut cache = cache();
+    let sequence = cache.create().unwrap();
+    append(&mut cache, sequence, 4);
+    cache.truncate(sequence, 2).unwrap();
+    let sealed = Selection { sealed: true, ..Selection::of(0..2, vec![GroupId(0)]) };
+    let plan = cache.plan(sequence, Tier::Host, &sealed).unwrap();
+    assert_eq!(plan.moves().len(), 1);
+    cache.reserve(&[(sequence, 1)]).unwrap();
+    cache.rollback().unwrap();
+    assert!(matches!(cache.execute(&plan), Err(Error::InvalidArgument { argument: "plan", .. })));
+    assert_eq!(cache.plan(sequence, Tier::Host, &sealed).unwrap().moves(), []);
+    cache.audit().unwrap();
+}
+
+/// What a refused step lacks, and what it would have if it waited.
+#[test]
+fn a_refused_step_says_what_it_lacks_and_what_drains() {
+    let mut cache = cache();
+    let [first, second] = [0; 2].map(|_| cache.create().unwrap());
+    cache.reserve(&[(first, 40)]).unwrap();
+    let epoch = cache.commit(None).unwrap();
+    cache.release(first).unwrap();
+    // Ten of 64 blocks drain.
+    let (tier, group, blocks_short, draining) = (Tier::Device, GroupId(0), 61 - 54, 10);
+    let lacks = Error::OutOfBlocks { tier, group, blocks_short, bytes_short: 7 * 64, draining };
+    assert_eq!(cache.reserve(&[(second, 61 * 4)]), Err(lacks));
+    assert!(cache.is_draining());
+    cache.retire(epoch).unwrap();
+    assert_eq!((cache.is_draining(), cache.drained_blocks()), (false, 10));
+    cache.reserve(&[(second, 61 * 4)]).unwrap();
+    cache.rollback().unwrap();
+    cache.audit().unwrap();
+}
+
+/// It has one version for all of a step's tokens.
+#[test]
+fn a_step_over_a_state_commits_all_tokens() {
+    let group = Group { kind: GroupKind::State, ..GROUP };
+    let mut cache = Cache::new(&[GROUP, group], [MEMORY; 3]).unwrap();
+    let sequence = cache.create().unwrap();
+    cache.reserve(&[(sequence, 3)]).unwrap();
+    for wrong in [0, 2, 4] {
+        assert!(matches!(
+            cache.commit(Some(&[wrong])),
+            Err(Error::InvalidArgument { argument: "accepted", .. })
+        ));
+    }
+    cache.commit(Some(&[3])).unwrap();
+    assert_eq!(cache.token_count(sequence), Ok(3));
+    cache.audit().unwrap();
+}
+
 /// A call that names a sequence twice does not change which one has rested longest.
 #[test]
 fn wrong_arguments_leave_sequences_at_rest() {

@@ -317,6 +317,8 @@ mod tests {
             let refused = Geometry::new(&[vec![4096], runs], 1 << 30);
             assert!(matches!(refused, Err(Error::Invalid { argument: "runs", .. })), "{refused:?}");
         }
+        let of_none = Geometry::new(&[], 1 << 30);
+        assert!(matches!(of_none, Err(Error::Invalid { argument: "runs", .. })), "{of_none:?}");
     }
 
     proptest! {

@@ -156,6 +156,46 @@ fn a_piece_of_several_megabytes_is_cut_into_ios() {
 
 type At = (GroupId, u32);
 
+/// Their checksums take more than one block of the drive.
+#[test]
+fn pages_may_have_many_hundreds_of_layers() {
+    const LAYERS: u64 = 600;
+    let disk = FaultyDisk::default();
+    let open = || {
+        let geometry = Geometry::new(&[vec![8; LAYERS as usize]], 64 << 20).unwrap();
+        Arc::new(Store::open(&disk, geometry, FINGERPRINT, None).unwrap().0)
+    };
+    let (blocks, store) = ([0, 1].map(BlockId::new), open());
+    let fill = |page: usize, range: std::ops::Range<u64>, target: &mut [u8]| {
+        target.copy_from_slice(&(range.start + page as u64).to_le_bytes());
+    };
+    store.lane().unwrap().write(LARGE, &blocks, fill).unwrap();
+    store.put(b"key", &blocks.map(|block| (LARGE, block)), b"").unwrap();
+    drop(store);
+    let mut seen = Vec::new();
+    let mut note = |page: usize, range: std::ops::Range<u64>, bytes: &[u8]| {
+        assert_eq!(bytes, (range.start + page as u64).to_le_bytes());
+        seen.push((page, range.start / 8));
+    };
+    open().lane().unwrap().read(LARGE, &blocks, 0..LAYERS as usize, &mut note).unwrap();
+    seen.sort_unstable();
+    assert!(
+        seen.into_iter().eq([0, 1].into_iter().flat_map(|page| (0..LAYERS).map(move |layer| (page, layer))))
+    );
+}
+
+/// Otherwise callers would give up on a drive that is only slow.
+#[test]
+fn a_call_that_moves_no_bytes_is_progress_as_well() {
+    let place = Place::new();
+    let folder = Folder::open(&place.0).unwrap();
+    let store = Arc::new(Store::scratch(&folder, geometry(), FINGERPRINT, None).unwrap());
+    let (progress, traffic) = (store.progress(), store.traffic());
+    store.discard(0..store.geometry().arena().extent_bytes).unwrap();
+    assert!(store.progress() != progress);
+    assert_eq!(store.traffic(), traffic);
+}
+
 /// Keys, and what each keeps.
 type Entries = Vec<(Vec<u8>, Vec<(At, u64)>)>;
 

@@ -526,4 +526,41 @@ mod tests {
         }
         std::fs::remove_dir(&place).unwrap();
     }
+
+    /// Otherwise bytes that are to be zeroed would stay.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_file_system_without_holes_is_known_as_such() {
+        // Files of procfs have none.
+        let fd = fs::open("/proc/self/comm", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        assert!(!punch(&fd, &(0..ALIGN)).unwrap());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn pages_pass_the_cache_of_the_system_where_that_is_said() {
+        let place = std::env::temp_dir().join(format!("pagoda-direct-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap();
+        let file = folder.pages(folder.nameless().unwrap(), None).unwrap();
+        let flags = fs::fcntl_getfl(&*file.fd).unwrap();
+        assert_eq!(flags.contains(OFlags::DIRECT), folder.access.direct, "{:?}", folder.access);
+        std::fs::remove_dir(&place).unwrap();
+    }
+
+    /// As a child has it that is forked at that moment.
+    #[test]
+    fn a_lock_goes_with_its_file_although_somebody_else_has_that_open() {
+        let place = std::env::temp_dir().join(format!("pagoda-lock-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap();
+        let created = || folder.create("pages", OFlags::empty()).unwrap();
+        let lock = |fd: &OwnedFd| fs::flock(fd, FlockOperation::NonBlockingLockExclusive);
+        let file = folder.pages(created(), Some(folder.place("pages"))).unwrap();
+        lock(&file.fd).unwrap();
+        let (child, other) = (rustix::io::dup(&*file.fd).unwrap(), created());
+        assert_eq!(lock(&other), Err(rustix::io::Errno::WOULDBLOCK));
+        drop(file);
+        lock(&other).unwrap();
+        drop(child);
+        std::fs::remove_dir_all(&place).unwrap();
+    }
 }

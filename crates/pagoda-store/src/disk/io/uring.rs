@@ -96,3 +96,32 @@ impl fmt::Debug for Ring {
         write!(f, "Ring of {DEPTH}")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{self, Mode, OFlags};
+    use std::mem::ManuallyDrop;
+    use std::os::fd::FromRawFd;
+
+    /// As under a filter of system calls: every operation has the errno, the first time and from then on.
+    #[test]
+    fn what_the_kernel_refuses_fails() {
+        let null = || fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        // Some systems have no rings.
+        let Ok(mut ring) = Ring::new(Arc::new(null())) else { return };
+        // SAFETY: the ring closes it.
+        let mut fd = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(ring.ring.as_raw_fd()) });
+        rustix::io::dup2(null(), &mut fd).unwrap();
+        for _ in 0..2 {
+            let mut bytes = [[0; 8]; 3];
+            let ops = bytes.iter_mut().map(|bytes| Op::new(Kind::Read, 0, bytes));
+            let mut ops: Vec<_> = ops.collect();
+            ring.run(&mut ops);
+            for op in ops {
+                let errno = op.outcome().unwrap_err().raw_os_error();
+                assert_eq!(errno, Some(rustix::io::Errno::OPNOTSUPP.raw_os_error()));
+            }
+        }
+    }
+}

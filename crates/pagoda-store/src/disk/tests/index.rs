@@ -231,6 +231,25 @@ fn an_index_that_is_full_says_so_and_forgets() {
     assert_eq!(readable(&disk.power_lost(|| false), &entries).unwrap(), 6, "nothing else is left");
 }
 
+/// A log without room for a line is written anew before it, also if it has room for one copy of it.
+#[test]
+fn a_long_line_does_not_take_an_index_beyond_its_limit() {
+    let (disk, entries) = kept();
+    let (store, _) = open(&disk).unwrap();
+    let ((group, block), _) = entries[0].1[0];
+    let put = |key: &[u8], meta| store.put(key, &[(group, BlockId::new(block))], &vec![7; meta]).unwrap();
+    put(b"stays", 1_800_000);
+    put(b"goes", 1_800_000);
+    store.delete(b"goes").unwrap();
+    assert!(disk.with("index", |bytes| bytes.len()) > 7_200_000);
+    put(b"comes", 1_000_000);
+    let (store, _) = open(&disk.killed()).unwrap();
+    let meta = |key: &[u8]| {
+        store.entries().into_iter().find_map(|(of, entry)| (of == key).then_some(entry.meta.len()))
+    };
+    assert_eq!([meta(b"stays"), meta(b"goes"), meta(b"comes")], [Some(1_800_000), None, Some(1_000_000)]);
+}
+
 #[test]
 fn an_index_does_not_grow_with_what_is_kept_no_more() {
     let (disk, entries) = kept();

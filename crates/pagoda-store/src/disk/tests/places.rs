@@ -100,6 +100,24 @@ fn nothing_is_said_to_be_kept_in_files_that_were_removed() {
     }
 }
 
+/// Its lock would keep nobody out.
+#[test]
+fn a_file_that_is_removed_while_its_lock_is_waited_for_is_refused() {
+    let kept = Kept::new();
+    let (store, folder) = (kept.open(), Folder::open(&kept.place.0).unwrap());
+    let (pulse, file) = (folder.pulse(), kept.file("pages"));
+    let before = pulse.answered();
+    let waiting = std::thread::spawn(move || folder.lock("pages").map(drop));
+    // Until it has opened the file and looked at it.
+    while pulse.answered() < before + 2 {
+        std::thread::yield_now();
+    }
+    std::fs::remove_file(file).unwrap();
+    drop(store);
+    let refused = waiting.join().unwrap().unwrap_err();
+    assert!(refused.to_string().contains("somebody has removed the file"), "{refused}");
+}
+
 /// By then they may belong to another process.
 #[test]
 fn a_store_whose_files_were_removed_leaves_those_of_the_next_alone() {

@@ -13,6 +13,8 @@ fn a_write_waits_until_the_space_under_it_has_been_given_back() {
     let segment = store.geometry.slot(LARGE, BlockId::new(page.0)).segment;
     let extent = store.geometry.arena().extent_bytes;
     let hole = store.hole(segment * extent..(segment + 1) * extent);
+    // Another one comes and goes meanwhile.
+    drop(store.hole((segment + 2) * extent..(segment + 3) * extent));
     write(&mut other, SMALL, &[(blocks(SMALL)[0], 2)]).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| write(&mut lane, LARGE, &[page]).unwrap());
