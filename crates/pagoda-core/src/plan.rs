@@ -270,7 +270,6 @@ impl Cache {
         let spare = self.pages.spare(tier, group).filter(|&(id, page)| {
             let kept = self.pages.kept(id);
             let can_be_spared = match tier {
-                Tier::Disk if kept > 0 => false,
                 Tier::Device | Tier::Host if kept == self.pages.references(id) => {
                     page.ready(Tier::Disk).is_some()
                 }
