@@ -154,6 +154,8 @@ class DeviceEngine:
         self._epochs: deque[tuple[int, Event]] = deque()
         """Steps whose end on the device has not been seen yet, oldest first."""
         self._last_step: Event | None = None
+        self._copies_now = False
+        """Whether copies may be under way that a call waits for."""
         self._stream: Stream | None = None
         """Of the open step."""
         # Forwarded unchanged: bookkeeping that touches no memory.
@@ -581,6 +583,7 @@ class DeviceEngine:
         """Tells the core what has ended. Does nothing during a capture, which querying events would end."""
         if self._captured:
             return
+        self._finish_copies()
         if self._stream is not None and not self.core.step_is_open():
             self._leave()
         while self._epochs and self._epochs[0][1].done():
@@ -613,10 +616,20 @@ class DeviceEngine:
     def _copy_now(self, transfers: npt.NDArray[np.uint64]) -> None:
         """Copies between the device and pinned memory, and waits; for pages that are moved within a call."""
         self._follow_steps()
+        self._copies_now = True
         try:
             self._mover.copy(self._copying, transfers)
         finally:
             self._copying.record().wait()
+            self._copies_now = False
+
+    def _finish_copies(self) -> None:
+        """Waits for copies of a call that Ctrl-C ended before it had waited: their blocks are free by now."""
+        if self._copies_now:
+            self._copying.record().wait()
+            if self._memory.passage is not None:
+                self._memory.passage.clear(0)
+            self._copies_now = False
 
     def _once_more(self, call: Callable[[], T]) -> T:
         """Makes a call, and if blocks are short once more, after the steps that blocks may drain for have ended."""
