@@ -153,6 +153,8 @@ class DeviceEngine:
         self._maxima: Maxima | None = None
         self._epochs: deque[tuple[int, Event]] = deque()
         """Steps whose end on the device has not been seen yet, oldest first."""
+        self._noted = self.core.ended_epoch()
+        """The epoch of the last step that was noted, in `_epochs` or as retired."""
         self._last_step: Event | None = None
         self._copies_now = False
         """Whether copies may be under way that a call waits for."""
@@ -563,14 +565,18 @@ class DeviceEngine:
             self._poll()
 
     def _note_epoch(self) -> None:
-        """Notes the epoch of the step that ended last; it retires when everything that the step launched has ended."""
+        """Notes the epoch of the step that ended last, unless that has been done; it retires when everything that the step
+        launched has ended."""
         epoch = self.core.ended_epoch()
-        if epoch is not None:
-            if self._last_step is None:
-                # Nothing was launched: Ctrl-C came first, or a copy failed.
-                self.core.retire(epoch)
-            else:
-                self._epochs.append((epoch, self._streams.behind(self._last_step)))
+        if epoch == self._noted:
+            return
+        if self._last_step is None:
+            # Nothing was launched: Ctrl-C came first, or a copy failed.
+            self.core.retire(epoch)
+        else:
+            self._epochs.append((epoch, self._streams.behind(self._last_step)))
+        # Last, so that the epoch is noted again, rather than never, if Ctrl-C comes before this.
+        self._noted = epoch
 
     def _mark_end(self) -> None:
         """Marks the end of what a step has launched, unless that has been done."""
@@ -586,6 +592,7 @@ class DeviceEngine:
         self._finish_copies()
         if self._stream is not None and not self.core.step_is_open():
             self._leave()
+        self._note_epoch()
         while self._epochs and self._epochs[0][1].done():
             # In this order a Ctrl-C in between makes the core retire an epoch twice, rather than never.
             self.core.retire(self._epochs[0][0])
