@@ -97,7 +97,10 @@ class DeviceEngine:
         ]
         (device_bytes, extent_bytes), host_tier = memory
         tiers = {"host": host_tier[0] > 0, "disk": disk is not None}
-        slots = ring_slots(geometry.layer_bytes, page_size, device_bytes, **tiers, deterministic=deterministic)
+        sinks = max(layer["keeps"].sinks if layer["keeps"] else 0 for layer in layers)
+        slots = ring_slots(
+            geometry.layer_bytes, page_size, device_bytes, **tiers, deterministic=deterministic, sinks=sinks
+        )
         self._device_memory, self._enough_for_disk = device_bytes, slots.enough
         memory = [(device_bytes - SLOTS * slots.bytes, extent_bytes), host_tier]
         beside = passage_bytes([layout.block_bytes for layout in layouts], memory[0][0], slots.read)
