@@ -25,8 +25,8 @@ from pagoda.kernels import arguments
 DEVICES = 2
 DEVICE_BYTES = 64 << 20
 """Memory of all devices together."""
-CAPTURE_UNSUPPORTED = 900
-"""cudaErrorStreamCaptureUnsupported."""
+CAPTURE_UNSUPPORTED, CAPTURE_IMPLICIT = 900, 906
+"""cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureImplicit."""
 STATIC_SHARED_BYTES = 48 << 10
 """Limit of a launch's dynamic shared memory, unless the kernel's own limit is set."""
 
@@ -95,6 +95,8 @@ class Stream:
     captured: ClassVar[dict[int, Graph]] = {}
     """Graphs under capture, by the address of their stream."""
     made = 0
+    waits = False
+    """Whether it waits for the default stream of its device, as those do that callers make without `non_blocking`."""
 
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
         assert null or non_blocking, "others wait for the default stream of their device"
@@ -102,7 +104,7 @@ class Stream:
         self.ptr, self.device_id = (0, -1) if null else (4096 + Stream.made, Device.current)
 
     def begin_capture(self, mode: int | None = None) -> None:
-        Stream.captured[self.ptr] = Graph()
+        Stream.captured[self.ptr] = Graph(self.waits)
 
     def end_capture(self) -> Graph:
         return Stream.captured.pop(self.ptr)
@@ -130,6 +132,8 @@ class Stream:
 
     def is_capturing(self) -> bool:
         note_default(self.ptr)
+        if not self.ptr and any(graph.waits for graph in Stream.captured.values()):
+            raise CUDARuntimeError(CAPTURE_IMPLICIT)
         return self.ptr in Stream.captured
 
     def _require(self, device: int) -> None:
@@ -138,9 +142,10 @@ class Stream:
 
 
 class Graph:
-    """Captured launches."""
+    """Captured launches. waits: whether their stream waits for the default one."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits
         self.launches: list[Callable[[], None]] = []
 
     def launch(self, stream: Stream | None = None) -> None:

@@ -702,9 +702,12 @@ def test_a_capture_that_has_failed_is_one_until_it_is_ended(cupy: Any, monkeypat
             step.append(0, *[NdArray(np.ones((1, 2, 16), np.float32))] * 2)
 
 
-def test_a_step_is_captured_and_replayed(cupy: Any) -> None:
-    """With launches only, and without calls that CUDA refuses during a capture."""
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_step_is_captured_and_replayed(waits: bool, cupy: Any) -> None:
+    """With launches only, and without calls that CUDA refuses during a capture. waits: whether the stream, which is not the
+    current one, waits for the default stream."""
     stream, graphs = Stream(non_blocking=True), list[Any]()
+    stream.waits = waits
     q, k, v, out = (NdArray(np.ones((2, heads, 16), np.float32)) for heads in (4, 2, 2, 4))
     v.hidden[1] = 3
 

@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +392,30 @@ def test_ctrl_c_anywhere_in_a_move(ways: tuple[str, str], tmp_path: Path, monkey
         assert after > 300
         mirror.release(tokens)
         assert cache.stats().used_bytes("disk") == cache.stats().used_bytes("host") == 0
+
+
+def test_ctrl_c_anywhere_in_a_load_leaves_no_copy_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks that it was copying to are free, and the next step appends to them."""
+    driver = LateDriver()
+    options: dict[str, Any] = {"device_memory": "256KiB", "host_memory": 0, "resume": True, "spill": False}
+    with with_disk(monkeypatch, tmp_path, driver, [layer()], **options) as cache:
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        mirror.step([tokens], [35])
+        cache.save(tokens.sequence, "it")
+        mirror.release(tokens)
+        for after in count(0, 3):
+            driver.catch_up()
+            cache.stats()
+            came = interrupted(partial(cache.load, "it"), after)
+            tokens = mirror.create()
+            mirror.step([tokens], [60])
+            driver.catch_up()
+            mirror.look()
+            mirror.release(tokens)
+            if not came:
+                break
+        assert after > 300
 
 
 def test_memory_that_cannot_be_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

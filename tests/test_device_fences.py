@@ -377,3 +377,25 @@ def test_ctrl_c_in_a_step_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPa
         assert (blocks.used, blocks.draining) == (-(-len(world.sequence) // 16), 0)
         if not came:
             break
+
+
+def test_ctrl_c_while_a_step_ends_leaves_no_block_draining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every instruction; no later step has to end first."""
+    driver = install_driver(monkeypatch, LateDriver())
+    world = World(driver, device_pages=12)
+    q, rows = np.zeros((20, 2, 64), np.float32), np.zeros((2, 20, 1, 64), np.float32)
+    for after in count():
+        child = world.cache.create()
+        step = world.cache.step([child], [20]).__enter__()
+        step.forward(0, q, *rows)
+        came = interrupted(step.commit, after)
+        step.__exit__(KeyboardInterrupt, None, None)
+        child.release()
+        world.driver.catch_up()
+        world.cache.audit()
+        blocks = world.cache.stats().device[0]
+        assert (blocks.used, blocks.draining) == (-(-len(world.sequence) // 16), 0), after
+        if not came:
+            break
+    assert after > 200
+    world.cache.close()

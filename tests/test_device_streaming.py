@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -361,8 +362,11 @@ def test_how_large_slots_are() -> None:
     """Large enough for copies at link speed and for an uncut stretch, but each at most a 16th of the memory."""
     mib, gib, widths = 1 << 20, 1 << 30, [1 << 15, 1 << 16]
 
-    def slots(device_bytes: int, *, page_size: int = 64, disk: bool = False, deterministic: bool = False) -> RingSlots:
-        return ring_slots(widths, page_size, device_bytes, host=not disk, disk=disk, deterministic=deterministic)
+    def slots(
+        device_bytes: int, *, page_size: int = 64, disk: bool = False, deterministic: bool = False, sinks: int = 0
+    ) -> RingSlots:
+        tiers = {"host": not disk, "disk": disk}
+        return ring_slots(widths, page_size, device_bytes, **tiers, deterministic=deterministic, sinks=sinks)
 
     assert slots(2 * gib).bytes == 16 * mib
     assert slots(128 * mib).bytes == 8 * mib
@@ -370,10 +374,37 @@ def test_how_large_slots_are() -> None:
     assert slots(2 * gib, page_size=4, deterministic=True).bytes == 64 * mib
     assert slots(gib - 1, page_size=4, deterministic=True).bytes == 0
     assert slots(15 * mib, disk=True).bytes == 15 * mib // 16, "pages on disk come through a ring or not at all"
-    assert ring_slots(widths, 64, 2 * gib, host=False, disk=False, deterministic=False).bytes == 0, "all is in place"
+    assert ring_slots(widths, 64, 2 * gib, host=False, disk=False, deterministic=False, sinks=0).bytes == 0, (
+        "all is in place"
+    )
     least = slots(0, page_size=12, disk=True).enough
     assert slots(least, page_size=12, disk=True).bytes >= 5 << 16
     assert slots(least - 1, page_size=12, disk=True).bytes == 0
+    least = slots(0, page_size=16, disk=True, sinks=3).enough
+    assert slots(least, page_size=16, disk=True, sinks=3).bytes >= 5 << 16, (
+        "sinks on two pages, one of them the window's"
+    )
+    assert slots(least - 1, page_size=16, disk=True, sinks=3).bytes == 0
+
+
+@pytest.mark.parametrize("length", [50, 64])
+@pytest.mark.parametrize("disk", [False, True])
+def test_sinks_and_a_window_meet_inside_a_page(
+    length: int, disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page has one entry for both, and sequences take turns: it must not be brought in two passes."""
+    options: dict[str, Any] = {"page_size": 32, "device_memory": 440 << 10, "headroom": 0, "spill": False}
+    if disk:
+        options |= {"disk": tmp_path / "pages", "disk_memory": "16MiB"}
+    spec = pagoda.ModelSpec(layers=[layer(head_dim=32)])
+    with opened(monkeypatch, RestlessDriver(2), spec, retention=pagoda.SinkWindow(3, 40), **options) as cache:
+        mirror = Mirror(cache)
+        batch = [mirror.create() for _ in range(4)]
+        mirror.step(batch, [length] * 4)
+        for tokens in batch:
+            cache.demote(tokens.sequence, to="disk" if disk else "host").wait()
+        mirror.look()
+        assert len(engine_of(cache)._streams._groups[0].copies) > 1
 
 
 def test_the_bytes_of_a_layer_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

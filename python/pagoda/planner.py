@@ -131,7 +131,8 @@ class Planner:
         if not on_gpu:
             run = RUN_ROWS // self.page_size * max(map(stored_bytes, widths))
             return Rings(disk_bytes=_core.ring_bytes(run) if disk else 0)
-        slots = ring_slots(widths, self.page_size, device_bytes, host=host, disk=disk, deterministic=False)
+        sinks = 0 if self.retention is None else self.retention.sinks
+        slots = ring_slots(widths, self.page_size, device_bytes, host=host, disk=disk, deterministic=False, sinks=sinks)
         ring = SLOTS * slots.bytes
         if not disk:
             return Rings(ring)

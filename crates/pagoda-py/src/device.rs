@@ -38,8 +38,6 @@ pub(crate) struct DeviceArguments {
 pub(crate) struct Device {
     /// What the engine is told.
     pub(crate) upload: Upload,
-    /// The step that was closed last, until the engine asks for it.
-    pub(crate) epoch: Option<Epoch>,
     /// Plans whose copies the engine makes, until it has reported how they ended.
     pub(crate) moving: Vec<Py<Ticket>>,
     /// Slots of the ring that the engine copies from.
@@ -63,7 +61,6 @@ impl Device {
         let slabs = [lent(0, 0), lent(bases[1], host_bytes), lent(stage.0, stage.1)];
         let device = Self {
             upload: Upload::default(),
-            epoch: None,
             moving: Vec::new(),
             lent: Vec::new(),
             zeroed_on_disk: false,
@@ -260,12 +257,10 @@ impl Cache {
         })
     }
 
-    /// The epoch of the step that ended last; the engine calls `retire` with it once its kernels have ended.
-    fn ended_epoch(&self, py: Python<'_>) -> PyResult<Option<u64>> {
-        self.with(py, |inner| {
-            let Engine::Device(device) = &mut inner.engine else { return Ok(None) };
-            Ok(device.epoch.take().map(|epoch| epoch.0))
-        })
+    /// The epoch of the step that was closed last, 0 before the first; the engine calls `retire` with it once its kernels have
+    /// ended.
+    fn ended_epoch(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |inner| Ok(inner.closed.0))
     }
 
     /// The kernels of a step, and of all before it, have ended.

@@ -259,9 +259,8 @@ impl Inner {
     /// Notes that a step was closed. The CPU's kernels have ended when their calls return; those of a device go on.
     pub(crate) fn end_step(&mut self, py: Python<'_>, closed: Epoch) -> PyResult<()> {
         self.closed = closed;
-        match &mut self.engine {
-            Engine::Cpu(_) => self.retire(closed).map_err(|error| core(py, &error))?,
-            Engine::Device(device) => device.epoch = Some(closed),
+        if let Engine::Cpu(_) = self.engine {
+            self.retire(closed).map_err(|error| core(py, &error))?;
         }
         self.trim(py)
     }

@@ -355,7 +355,8 @@ class CudaDriver:
     def captures_another(self, stream: Any) -> bool:
         """Whether the current stream is another one, and captured."""
         current = self._cupy_stream(None)
-        return bool(current.ptr != stream._stream.ptr) and _Stream(current, self).capturing
+        # The default stream is never captured. While one that waits for it is, CUDA refuses to be asked about it.
+        return current.ptr not in (stream._stream.ptr, *DEFAULT_STREAM) and _Stream(current, self).capturing
 
     def _cupy_stream(self, given: object) -> Any:
         """The same as a stream of CuPy."""

@@ -97,7 +97,10 @@ class DeviceEngine:
         ]
         (device_bytes, extent_bytes), host_tier = memory
         tiers = {"host": host_tier[0] > 0, "disk": disk is not None}
-        slots = ring_slots(geometry.layer_bytes, page_size, device_bytes, **tiers, deterministic=deterministic)
+        sinks = max(layer["keeps"].sinks if layer["keeps"] else 0 for layer in layers)
+        slots = ring_slots(
+            geometry.layer_bytes, page_size, device_bytes, **tiers, deterministic=deterministic, sinks=sinks
+        )
         self._device_memory, self._enough_for_disk = device_bytes, slots.enough
         memory = [(device_bytes - SLOTS * slots.bytes, extent_bytes), host_tier]
         beside = passage_bytes([layout.block_bytes for layout in layouts], memory[0][0], slots.read)
@@ -153,7 +156,11 @@ class DeviceEngine:
         self._maxima: Maxima | None = None
         self._epochs: deque[tuple[int, Event]] = deque()
         """Steps whose end on the device has not been seen yet, oldest first."""
+        self._noted = self.core.ended_epoch()
+        """The epoch of the last step that was noted, in `_epochs` or as retired."""
         self._last_step: Event | None = None
+        self._copies_now = False
+        """Whether copies may be under way that a call waits for."""
         self._stream: Stream | None = None
         """Of the open step."""
         # Forwarded unchanged: bookkeeping that touches no memory.
@@ -561,14 +568,18 @@ class DeviceEngine:
             self._poll()
 
     def _note_epoch(self) -> None:
-        """Notes the epoch of the step that ended last; it retires when everything that the step launched has ended."""
+        """Notes the epoch of the step that ended last, unless that has been done; it retires when everything that the step
+        launched has ended."""
         epoch = self.core.ended_epoch()
-        if epoch is not None:
-            if self._last_step is None:
-                # Nothing was launched: Ctrl-C came first, or a copy failed.
-                self.core.retire(epoch)
-            else:
-                self._epochs.append((epoch, self._streams.behind(self._last_step)))
+        if epoch == self._noted:
+            return
+        if self._last_step is None:
+            # Nothing was launched: Ctrl-C came first, or a copy failed.
+            self.core.retire(epoch)
+        else:
+            self._epochs.append((epoch, self._streams.behind(self._last_step)))
+        # Last, so that the epoch is noted again, rather than never, if Ctrl-C comes before this.
+        self._noted = epoch
 
     def _mark_end(self) -> None:
         """Marks the end of what a step has launched, unless that has been done."""
@@ -581,8 +592,10 @@ class DeviceEngine:
         """Tells the core what has ended. Does nothing during a capture, which querying events would end."""
         if self._captured:
             return
+        self._finish_copies()
         if self._stream is not None and not self.core.step_is_open():
             self._leave()
+        self._note_epoch()
         while self._epochs and self._epochs[0][1].done():
             # In this order a Ctrl-C in between makes the core retire an epoch twice, rather than never.
             self.core.retire(self._epochs[0][0])
@@ -613,10 +626,20 @@ class DeviceEngine:
     def _copy_now(self, transfers: npt.NDArray[np.uint64]) -> None:
         """Copies between the device and pinned memory, and waits; for pages that are moved within a call."""
         self._follow_steps()
+        self._copies_now = True
         try:
             self._mover.copy(self._copying, transfers)
         finally:
             self._copying.record().wait()
+            self._copies_now = False
+
+    def _finish_copies(self) -> None:
+        """Waits for copies of a call that Ctrl-C ended before it had waited: their blocks are free by now."""
+        if self._copies_now:
+            self._copying.record().wait()
+            if self._memory.passage is not None:
+                self._memory.passage.clear(0)
+            self._copies_now = False
 
     def _once_more(self, call: Callable[[], T]) -> T:
         """Makes a call, and if blocks are short once more, after the steps that blocks may drain for have ended."""

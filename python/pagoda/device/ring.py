@@ -46,11 +46,23 @@ class RingSlots:
 
 
 def ring_slots(
-    widths: list[int], page_size: int, device_bytes: int, *, host: bool, disk: bool, deterministic: bool
+    widths: list[int],
+    page_size: int,
+    device_bytes: int,
+    *,
+    host: bool,
+    disk: bool,
+    deterministic: bool,
+    sinks: int,
 ) -> RingSlots:
-    """The sizes for a cache. widths: bytes of a layer in a block, by layer group. host, disk: whether it has these tiers."""
+    """The sizes for a cache. widths: bytes of a layer in a block, by layer group. host, disk: whether it has these tiers.
+    sinks: the most that any layer keeps."""
     # A slot has to hold a whole stretch of any layer, since passes do not end inside one.
-    stretch = max(RUN_ROWS if deterministic else TILE, page_size) // page_size * max(widths)
+    pages = max(RUN_ROWS if deterministic else TILE, page_size) // page_size
+    if sinks:
+        # The last stretch of the sinks may begin anywhere in a page, and share its last page with the window's first.
+        pages += min(pages, (2 * page_size - 2 + sinks) // page_size) - 1
+    stretch = pages * max(widths)
     # Host pages can be read without a ring, so a small ring is useless for them; pages on disk need one.
     least = stretch if disk else max(stretch, SLOT_BYTES_MIN)
     size = min(max(SLOT_BYTES, stretch), device_bytes // (SLOTS * RING_SHARE)) // 256 * 256

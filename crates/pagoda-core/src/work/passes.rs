@@ -5,6 +5,7 @@ use super::pieces;
 use crate::ids::{BlockRef, Tier};
 use crate::table::SpanView;
 use std::collections::HashSet;
+use std::iter;
 use std::ops::Range;
 
 /// A sequence for which passes are planned.
@@ -187,7 +188,8 @@ fn begins(sequences: &[Scanned<'_>], page_size: usize, stretch: usize, share: f6
 }
 
 /// Stretches of `rows` stored rows of each span: the entries of their pages in the sequence's row, and the token after them.
-/// Leaves out what lies before token `low`, unless every query sees it.
+/// Leaves out what lies before token `low`, unless every query sees it. Sinks and a window may meet inside a page, which has
+/// one entry for both: the last stretch of the sinks and the first of the window are then one, as a pass brings whole entries.
 pub(super) fn stretches(
     spans: &[SpanView],
     low: usize,
@@ -195,11 +197,19 @@ pub(super) fn stretches(
     rows: usize,
 ) -> impl Iterator<Item = (Range<usize>, u32)> {
     let length = spans.iter().map(|span| span.count as usize).sum();
-    pieces(spans, low..length).flat_map(move |piece| {
+    let of_spans = pieces(spans, low..length).flat_map(move |piece| {
         let all = piece.rows.start / rows..piece.rows.end.div_ceil(rows);
         all.map(move |index| {
             let (pages, end) = piece.pages(index * rows..(index + 1) * rows, page_size);
             (pages, (end as isize + piece.origin) as u32)
         })
+    });
+    let mut of_spans = of_spans.peekable();
+    iter::from_fn(move || {
+        let (mut pages, mut end) = of_spans.next()?;
+        while let Some((more, behind)) = of_spans.next_if(|(next, _)| next.start < pages.end) {
+            (pages.end, end) = (more.end, behind);
+        }
+        Some((pages, end))
     })
 }

@@ -7,16 +7,20 @@ use std::collections::BTreeSet;
 /// Rows of a page.
 const PAGE: usize = 16;
 
-/// Spans one after the other, each from its own page on.
+/// Spans one after the other, each from its own page on; but sinks and a window may meet inside a page.
 fn spans() -> impl Strategy<Value = Vec<SpanView>> {
-    let parts = proptest::collection::vec((0u32..200, 1u32..9000), 1..5);
-    (parts, 0usize..3).prop_map(|(parts, sinks)| {
-        let mut first_page = 0;
+    let parts = proptest::collection::vec((0u32..200, prop_oneof![1u32..100, 1u32..9000]), 1..5);
+    (parts, 0usize..3, any::<bool>()).prop_map(|(parts, sinks, meet)| {
+        let (mut first_page, mut behind) = (0, 0);
         let span = |(index, (skip, count)): (usize, (u32, u32))| {
             let sight = if index < sinks { Sight::Always } else { Sight::Window };
             let position = skip.into();
-            let view = SpanView { first_page, skip, count, position, offset: 0, sight };
-            first_page += (skip + count).div_ceil(PAGE as u32);
+            let mut view = SpanView { first_page, skip, count, position, offset: 0, sight };
+            if meet && index > 0 && index == sinks && behind > 0 {
+                (view.first_page, view.skip) = (first_page - 1, behind);
+            }
+            let rows = view.skip + count;
+            (first_page, behind) = (view.first_page + rows.div_ceil(PAGE as u32), rows % PAGE as u32);
             view
         };
         parts.into_iter().enumerate().map(span).collect()
@@ -96,7 +100,8 @@ proptest! {
         divisible: [bool; 2],
     ) {
         let stretch = if by_runs { RUN_ROWS } else { TILE };
-        let capacity = stretch / PAGE + room;
+        // Sinks and a window may meet.
+        let capacity = 2 * stretch / PAGE - 1 + room;
         let length: u32 = spans.iter().map(|span| span.count).sum();
         let new = new.map(|new| new.min(length));
         let pages = spans.iter().map(|span| span.first_page as usize + ((span.skip + span.count) as usize).div_ceil(PAGE));
@@ -114,6 +119,8 @@ proptest! {
         let shares = Shares { on_cpu, in_place };
         let passes = Passes::plan(&scanned, PAGE, stretch, capacity, shares);
         let begins = [0, 1].map(|i| passes.begin(i));
+        let places: BTreeSet<_> = passes.entries.iter().map(|&(sequence, entry, _)| (sequence, entry)).collect();
+        prop_assert_eq!(places.len(), passes.entries.len(), "an entry has one place");
         for pass in 0..passes.blocks.len() {
             let ahead = passes.tokens(pass, 0).end >= passes.tokens(pass, 1).end;
             prop_assert!(ahead || low(0) != low(1) || begins != [0, 0], "who comes first is never behind");
