@@ -49,11 +49,8 @@ enum Passed {
 
 impl Streaming {
     pub(crate) fn new(store: &Arc<Store>, random: &mut Random) -> Self {
-        let (pages, geometry) = (random.within(1..5), store.geometry());
-        let groups = (0..geometry.groups() as u8).map(GroupId);
-        let layers = groups.flat_map(|group| (0..geometry.layers(group)).map(move |layer| (group, layer)));
-        let largest = layers.map(|(group, layer)| geometry.stored_run(group, layer)).max().expect("a layer");
-        let slot_bytes = pages as u64 * largest;
+        let pages = random.within(1..5);
+        let slot_bytes = pages as u64 * store.geometry().stored_run_max();
         let slab = Slab::new(random.within(1..16) * slot_bytes as usize).expect("memory for some pages");
         let ring = Ring::over(store, slab, slot_bytes);
         let reads = ByHand::new(store, ALIGN * random.within(1..4) as u64);

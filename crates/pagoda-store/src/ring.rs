@@ -1,6 +1,6 @@
 //! The memory into which layers of pages on disk are read before attention needs them.
 
-use crate::disk::{Geometry, Store};
+use crate::disk::Store;
 use crate::mover::{LayerOfPages, Mover};
 use crate::slab::Slab;
 use pagoda_core::fence::{Completion, Failure};
@@ -69,7 +69,7 @@ pub struct Unread {
 impl Ring {
     /// A ring whose slots each hold one layer of at most `pages` pages, of any layer group.
     pub fn new(store: &Arc<Store>, pages: usize) -> io::Result<Self> {
-        let slot_bytes = pages as u64 * layer_bytes_max(store.geometry());
+        let slot_bytes = pages as u64 * store.geometry().stored_run_max();
         let slab = Slab::new(Self::bytes_of(slot_bytes) as usize)?;
         Ok(Self::over(store, slab, slot_bytes))
     }
@@ -262,19 +262,11 @@ impl Filled {
 // SAFETY: an address in memory that the ring keeps, and that nobody else is given.
 unsafe impl Send for Filled {}
 
-/// The most bytes that one layer of a page has in the file.
-fn layer_bytes_max(geometry: &Geometry) -> u64 {
-    let groups = (0..geometry.groups()).map(|group| GroupId(group as u8));
-    groups
-        .flat_map(|group| (0..geometry.layers(group)).map(move |layer| geometry.stored_run(group, layer)))
-        .max()
-        .expect("a store has layers")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::disk::Error;
+    use crate::disk::Geometry;
     use crate::disk::io::fault::{Fault, FaultyDisk};
     use crate::mover::by_hand::ByHand;
     use pagoda_core::ids::BlockId;

@@ -154,10 +154,14 @@ impl Geometry {
         stored(&self.groups[group.index()].runs[layer])
     }
 
+    /// The most bytes that a layer of a block takes in the file.
+    pub fn stored_run_max(&self) -> u64 {
+        self.groups.iter().flat_map(|group| group.runs.iter().map(stored)).max().unwrap_or(ALIGN)
+    }
+
     /// The most bytes that one piece of I/O needs: a layer of a block, or a header.
     pub(super) fn piece_bytes_max(&self) -> u64 {
-        let groups = self.groups.iter();
-        groups.flat_map(|g| g.runs.iter().map(stored).chain([g.header_bytes()])).max().unwrap_or(ALIGN)
+        self.groups.iter().map(Group::header_bytes).fold(self.stored_run_max(), u64::max)
     }
 
     /// Bytes that are written for one block.
