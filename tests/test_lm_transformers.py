@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import numpy as np
 import pytest
+from examples import example_of
 from pagoda.lm import ContiguousCache, LanguageModel
 from pagoda.models import SHIPPED_MODEL, SHIPPED_TEXT
 
@@ -79,11 +79,8 @@ def test_the_example_of_the_docs(name: str, tmp_path: Path, monkeypatch: pytest.
     config = transformers.AutoConfig.for_model(name, **(base | EXAMPLES[name]))
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     theirs.save_pretrained(tmp_path)
-    text = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert example is not None
     names: dict[str, Any] = {"folder": tmp_path}
-    exec(example[1], names)
+    exec(example_of("docs/transformers.md"), names)
     prompts = [np.arange(50) * 37 % 256, np.arange(31) * 91 % 256]
     one, other = (prompt.tolist() for prompt in prompts)
     with names["cache"] as cache:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from examples import ROOT, example_of
 from pagoda.kernels import loader
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_the_readme_example_runs() -> None:
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert example is not None
-    done = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", example_of("README.md")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Stats(")
 

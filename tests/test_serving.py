@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +11,14 @@ import checkpoints
 import numpy as np
 import pagoda
 import pytest
+from examples import ROOT, example_of
 from mirror import settled
 from pagoda.lm import ContiguousCache, LanguageModel, Sampler, Written, generate
-
-ROOT = Path(__file__).parent.parent
-
-
-def _example(page: str) -> str:
-    example = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert example is not None
-    return example[1]
 
 
 def _names_of_the_example() -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(_example("docs/serving.md"), names)
+    exec(example_of("docs/serving.md"), names)
     return names
 
 
@@ -34,7 +26,7 @@ def _names_of_the_example() -> dict[str, Any]:
 def test_examples_of_the_docs_pass_mypy(tmp_path: Path, page: str, option: str) -> None:
     pytest.importorskip("mypy")
     example = tmp_path / "example.py"
-    example.write_text(_example(page))
+    example.write_text(example_of(page))
     command = [sys.executable, "-m", "mypy", "--config-file=", f"--cache-dir={tmp_path}", option, str(example)]
     checked = subprocess.run(command, cwd=ROOT / "python", capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
