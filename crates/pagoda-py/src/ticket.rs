@@ -123,6 +123,12 @@ impl DiskCopies {
 }
 
 impl Inner {
+    /// Copies that threads of the disk make, as Python waits for them.
+    fn disk_copies(&self, completion: Completion) -> DiskCopies {
+        let store = self.store().map_or_else(Weak::new, Arc::downgrade);
+        DiskCopies { completion, waiter: self.mover.waiter(), store, limit: self.disk_timeout() }
+    }
+
     /// Tickets of plans under way, to wait for.
     fn tickets(&self, py: Python<'_>, moves: Vec<(TicketId, Completion)>) -> PyResult<Vec<Py<Ticket>>> {
         let ticket = |(id, completion)| match &self.engine {
@@ -234,9 +240,7 @@ impl Cache {
                 unsafe { inner.mover.send(transfers, completion.clone()) };
                 completion
             });
-            let (completion, waiter) = (completion.clone(), inner.mover.waiter());
-            let store = Arc::downgrade(inner.store().expect("nothing is on disk without one"));
-            Ok(DiskCopies { completion, waiter, store, limit: inner.disk_timeout() })
+            Ok(inner.disk_copies(completion.clone()))
         })
     }
 
@@ -273,10 +277,7 @@ impl Cache {
             {
                 device.moving.retain(|moving| moving.get().id != ticket.id);
             }
-            let (completion, waiter, limit) =
-                (ticket.completion.clone(), inner.mover.waiter(), inner.disk_timeout());
-            let store = inner.store().map_or_else(Weak::new, Arc::downgrade);
-            Ok(DiskCopies { completion, waiter, store, limit })
+            Ok(inner.disk_copies(ticket.completion.clone()))
         })
     }
 

@@ -563,7 +563,6 @@ class DeviceEngine:
     def _end(self) -> None:
         """Marks the end of the step in its stream, and notices what else has ended."""
         self._mark_end()
-        self._note_epoch()
         with contextlib.suppress(BackendUnavailable):  # Of copies; their tickets report it. The step itself has ended.
             self._poll()
 
