@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagoda.lm import ContiguousCache, LanguageModel, Read, Sampler, Written, generate
-from pagoda.lm.tokenizer import ByteTokenizer, FileTokenizer
+from pagoda.lm.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from safetensors.numpy import load_file, save_file
 
 TEXT = np.frombuffer(b"In the beginning was the page, and the page was with the block, 32 by 32.", np.uint8).astype(
@@ -148,6 +150,13 @@ def test_a_mark_that_is_no_token_is_refused(tmp_path: Path) -> None:
         LanguageModel.load(tmp_path)
 
 
+@pytest.mark.parametrize(("mark", "tokens"), [(None, [97]), (1, [97]), (255, [97]), (256, [256, 97]), (257, [257, 97])])
+def test_a_mark_that_is_a_byte_marks_no_beginning(mark: int | None, tokens: list[int], tmp_path: Path) -> None:
+    """A config may have that of the tokenizer which its family usually has."""
+    config = {"pagoda_tokenizer": "bytes", "bos_token_id": mark}
+    assert load_tokenizer(tmp_path, config).encode("a").tolist() == tokens
+
+
 def test_tokenizer_files(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {word: index for index, word in enumerate(["[UNK]", "the", "page", "block"])}
@@ -156,7 +165,8 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = FileTokenizer(tmp_path / "tokenizer.json")
     assert ours.encode("the page the pagoda").tolist() == [1, 2, 1, 0]
-    assert ours.decode(ours.encode("the page")) == "the page"
+    assert ours.decode(iter(ours.encode("the page").tolist())) == "the page"
+    assert ours.encode("").dtype == np.int64
     decoder = ours.decoder()
     ids = [1, 2, 3] * 20
     assert "".join(map(decoder.feed, ids)) == tokenizer.decode(ids)
@@ -165,6 +175,32 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     tokenizer.enable_padding(length=8, pad_id=3)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert FileTokenizer(tmp_path / "tokenizer.json").encode("the page the pagoda").tolist() == [1, 2, 1, 0]
+
+
+def test_a_tokenizer_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        pagoda.InvalidArgument, match=r"^model = .*: a tokenizer\.json, or \"pagoda_tokenizer\": \"bytes\""
+    ):
+        load_tokenizer(tmp_path, {})
+    (tmp_path / "tokenizer.json").touch()
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(pagoda.BackendUnavailable, match=r"pip install 'pagoda-kv\[tokenizers\]'"):
+        load_tokenizer(tmp_path, {})
+
+
+def test_a_tokenizer_file_may_be_interrupted(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0}, unk_token="the")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    ours = FileTokenizer(tmp_path / "tokenizer.json")
+    ours._tokenizer = SimpleNamespace(encode=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ours.encode("the")
 
 
 @pytest.mark.parametrize(

@@ -121,27 +121,32 @@ def test_queries_of_global_layers_grow(tmp_path: Path) -> None:
         np.testing.assert_allclose(grown[row], q[row] * factor, rtol=1e-6)
 
 
-def naive(q: Array, k: Array, v: Array, window: int | None) -> Array:
+def naive(q: Array, k: Array, v: Array, window: int | None, scale: float | None) -> Array:
     """Attention of the last len(q) tokens over all tokens, one query and one head at a time, in float64."""
     out = np.empty((len(q), q.shape[1], v.shape[2]))
     group = q.shape[1] // k.shape[1]
+    scale = 1 / np.sqrt(q.shape[2]) if scale is None else scale
     for row in range(len(q)):
         position = len(k) - len(q) + row
         first = 0 if window is None else max(0, position - window + 1)
         for head in range(q.shape[1]):
             seen = slice(first, position + 1)
-            scores = k[seen, head // group].astype(np.float64) @ q[row, head] / np.sqrt(q.shape[2])
+            scores = k[seen, head // group].astype(np.float64) @ q[row, head] * scale
             chances = np.exp(scores - scores.max())
             out[row, head] = chances / chances.sum() @ v[seen, head // group]
     return out
 
 
 @pytest.mark.parametrize("scores_bytes", [1, 700, 8 << 20])
-@pytest.mark.parametrize("window", [None, 1, 5, 64])
-def test_plain_arrays_attend_exactly(window: int | None, scores_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged steps of two sequences, with scores cut into pieces of any size."""
+@pytest.mark.parametrize(("window", "scale"), [(None, None), (1, None), (5, None), (64, None), (None, 12.0)])
+def test_plain_arrays_attend_exactly(
+    window: int | None, scale: float | None, scores_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged steps of two sequences, with scores cut into pieces of any size. With a scale of 12, scores of two queries are
+    so far apart that e to their difference is 0."""
     monkeypatch.setattr(contiguous, "SCORES_BYTES", scores_bytes)
-    layer = pagoda.AttentionLayer(6, 2, 16, 8, window=window)
+    layer = pagoda.AttentionLayer(6, 2, 16, 8, window=window, scale=scale)
+    atol = 2e-6 if scale is None else 1e-4
     cache = ContiguousCache(pagoda.ModelSpec([layer]), k_dtype="f32", v_dtype="f32")
     rng = np.random.default_rng(11)
     sequences = [cache.create(), cache.create()]
@@ -151,11 +156,15 @@ def test_plain_arrays_attend_exactly(window: int | None, scores_bytes: int, monk
         q, k, v = (rng.standard_normal((total, *shape)).astype(np.float32) for shape in ((6, 16), (2, 16), (2, 8)))
         with cache.step(sequences, counts) as step:
             out = step.forward(0, q, k, v)
+        positions = [
+            token for old, new in zip(seen, counts, strict=True) for token in range(len(old[0]), len(old[0]) + new)
+        ]
+        assert (step.positions.dtype, step.positions.tolist()) == (np.int64, positions)
         for index, part in enumerate((slice(0, counts[0]), slice(counts[0], total))):
             seen[index] = [np.concatenate([old, new[part]]) for old, new in zip(seen[index], (k, v), strict=True)]
             if counts[index]:
                 keys, values = seen[index]
-                np.testing.assert_allclose(out[part], naive(q[part], keys, values, window), rtol=0, atol=2e-6)
+                np.testing.assert_allclose(out[part], naive(q[part], keys, values, window, scale), rtol=0, atol=atol)
     assert [len(sequence) for sequence in sequences] == [49, 32]
 
 
