@@ -783,6 +783,8 @@ def test_true_is_no_number_beside_others(what: Any) -> None:
 def test_a_rope_turns_no_more_than_a_row() -> None:
     """The error comes when the layer is described, not when a cache is created."""
     wide = pagoda.Rope(rotary_dim=32)
+    with pytest.raises(pagoda.InvalidArgument, match=r"rope\.rotary_dim = 31: even"):
+        pagoda.Rope(rotary_dim=31)
     assert layer(head_dim=32, rope=wide).rope == wide
     for describe in (lambda: layer(head_dim=24, rope=wide), lambda: wide.inv_freq(24)):
         with pytest.raises(pagoda.InvalidArgument, match=r"rope\.rotary_dim = 32: at most head_dim = 24"):

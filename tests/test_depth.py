@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,11 +119,9 @@ def test_layers_that_are_not_run_count_like_those_that_are(monkeypatch: pytest.M
         ["--depths", "many"],
         ["--depths", "2k,0"],
         ["--depths", "5000m"],
-        ["--models", "shipped", "--depths", "5000m"],
         ["--formats", "f16/"],
         ["--tokens", "0"],
         ["--threads", "0"],
-        ["--models", "mistral-7b-v0.1", "--depths", "5000m"],
         ["--models", "shipped,narrow.json"],
         ["--memory", "much"],
         ["--window-size", "much"],
@@ -140,3 +139,12 @@ def test_the_command_refuses_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(depth, "timed", lambda *_: pytest.fail("something is measured"))
     refused("bench", "depth", *arguments)
+
+
+@pytest.mark.parametrize("model", ["shipped", "llama-3.1-8b"])
+def test_more_than_memory_holds_is_refused(
+    model: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(depth, "timed", lambda *_: pytest.fail("something is measured"))
+    said = refused("bench", "depth", "--models", model, "--formats", "f16", "--depths", "2047m")
+    assert re.fullmatch(rf"--depths: 2,146,435,072 tokens of {model} have .*; .* of RAM are free", said)

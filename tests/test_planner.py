@@ -403,6 +403,9 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "their older pages are freed" in out.replace("\n", " ")
     assert "393,216 bytes a token" in out
+    assert "recurrent" not in out
+    assert main(["plan", "qwen3.5-0.8b"]) == 0
+    assert "\n18.6 MiB of recurrent state a sequence\n" in capsys.readouterr().out
 
 
 def test_command_says_whether_k_is_stored(capsys: pytest.CaptureFixture[str]) -> None:

@@ -796,9 +796,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
 def test_scalings_turn_or_are_refused(kind: str) -> None:
     """JSON as Python reads it may have NaN and Infinity."""
     for key in SCALINGS[kind]:
-        values: list[Any] = [None, 0, -1.5, float("nan"), float("inf"), "x", [], {}]
+        values: list[Any] = ["missing", None, 0, -1.5, float("nan"), float("inf"), "x", [], {}]
         for value in values:
             scaling = SCALINGS[kind] | {"rope_type": kind, key: value}
+            if value == "missing":
+                del scaling[key]
             try:
                 (layer, *_) = layers_of({**PRESETS["llama-2-7b"], "rope_scaling": scaling})
             except InvalidArgument as error:
