@@ -63,7 +63,7 @@ impl Commons {
         depth: usize,
         levels: usize,
     ) {
-        if candidates.len() < 2 || levels == 0 {
+        if levels == 0 {
             return;
         }
         candidates
@@ -175,6 +175,19 @@ mod tests {
         assert!(
             nodes.into_iter().eq(wanted.into_iter().enumerate().map(|(row, tokens)| (tokens, &all[row..])))
         );
+    }
+
+    #[test]
+    fn one_page_is_worthwhile_if_many_share_it() {
+        for (count, worthwhile) in [(16, false), (17, true)] {
+            let rows: Vec<_> = (1..=count).map(|own| [0, own].map(page)).collect();
+            let places = (0..).zip(&rows);
+            let mut candidates: Vec<_> = places.map(|(place, pages)| Candidate { place, pages }).collect();
+            let mut commons = Commons::default();
+            commons.find(&mut candidates, 64);
+            let all = Common { tokens: 0..64, members: 0..count };
+            assert_eq!(commons.nodes, if worthwhile { vec![all] } else { Vec::new() });
+        }
     }
 
     #[test]

@@ -124,10 +124,10 @@ impl Arena {
         let extent = self.extent_of(group, block);
         let (first, len) = self.span_of(group, extent);
         let index = u64::from(block.index());
-        if index < first || index - first >= len {
+        if index - first >= len {
             return false;
         }
-        if self.extents[extent as usize].owner.is_none() && self.unowned.take(extent) {
+        if self.unowned.take(extent) {
             self.own(group, extent);
             self.link(group, extent);
         }
@@ -419,6 +419,16 @@ mod tests {
         let mut ranges: Vec<_> = arena.reclaim().collect();
         ranges.sort_unstable_by_key(|range| range.start);
         assert_eq!(ranges, [0..32, 32..40]);
+    }
+
+    /// As an index on disk may name one. Where it would begin is no 64-bit number.
+    #[test]
+    fn a_block_far_behind_the_end_is_not_taken() {
+        let (group, bytes) = (GroupId(0), limits::ARENA_BYTES_MAX);
+        let mut arena = Arena::new(bytes, bytes, &[bytes]).unwrap();
+        let far = BlockId::new((u64::MAX / bytes + 1) as u32);
+        assert!(!arena.take_at(group, far));
+        assert!(arena.take_at(group, BlockId::new(0)));
     }
 
     #[test]

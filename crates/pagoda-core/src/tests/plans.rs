@@ -41,6 +41,34 @@ fn moves_between_two_tiers_are_known_until_they_have_ended() {
     assert_eq!(moves(&mut cache, Tier::Device, Tier::Disk), []);
 }
 
+#[test]
+fn no_tokens_have_no_state() {
+    let state = Group { kind: GroupKind::State, ..GROUP };
+    let mut cache = Cache::new(&[state], [MEMORY; 3]).unwrap();
+    let sequence = cache.create().unwrap();
+    append(&mut cache, sequence, 3);
+    for (tokens, moves) in [(1..1, 0), (1..2, 1)] {
+        assert_eq!(plan(&cache, sequence, Tier::Host, tokens, false).moves().len(), moves);
+    }
+}
+
+/// Whichever call is the next one.
+#[test]
+fn blocks_that_a_copy_has_left_are_free_once_it_is_done() {
+    let asked: [fn(&mut Cache) -> u64; 3] = [
+        |cache| cache.block_counts(Tier::Device, GroupId(0)).free,
+        |cache| cache.free_blocks(Tier::Device).sum(),
+        |cache| cache.reclaim(Tier::Device).map(|range| range.end - range.start).sum(),
+    ];
+    for (ask, answer) in asked.into_iter().zip([64, 64, 256]) {
+        let (mut cache, sequence) = filled(8);
+        let moved = plan(&cache, sequence, Tier::Host, 0..8, false);
+        let (_, completion, copies) = cache.execute(&moved).unwrap();
+        completion.finish(copies.len() as u32);
+        assert_eq!(ask(&mut cache), answer);
+    }
+}
+
 /// A page has a new generation whenever its bytes are, also as a page of another sequence.
 #[test]
 fn a_plan_of_what_a_page_was_is_refused_for_good() {

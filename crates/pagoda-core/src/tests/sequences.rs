@@ -68,6 +68,47 @@ fn a_cache_is_empty_when_nobody_holds_a_row() {
 }
 
 #[test]
+fn tokens_that_a_sequence_does_not_have_cannot_be_removed() {
+    let (mut cache, sequence) = filled(8);
+    let refused = cache.truncate(sequence, 9).unwrap_err();
+    assert_eq!(refused.to_string(), "length = 9: at most 8");
+    for range in [Range { start: 3, end: 2 }, 0..9, 9..9] {
+        let refused = cache.drop_tokens(sequence, range.clone()).unwrap_err();
+        let named = format!("start, stop = {}, {}: a range within 0..8", range.start, range.end);
+        assert_eq!(refused.to_string(), named);
+    }
+    cache.audit().unwrap();
+}
+
+/// From a sequence with a state no others, and no span is cut in two.
+#[test]
+fn no_tokens_may_be_dropped_from_anywhere() {
+    let state = Group { kind: GroupKind::State, ..GROUP };
+    let mut cache = Cache::new(&[GROUP, state], [MEMORY; 3]).unwrap();
+    let sequence = cache.create().unwrap();
+    append(&mut cache, sequence, 8);
+    cache.drop_tokens(sequence, 3..3).unwrap();
+    let refused = cache.drop_tokens(sequence, 3..4).unwrap_err();
+    assert_eq!(refused.to_string(), "start, stop = 3, 4: empty: a state cannot forget");
+    let refused = cache.truncate(sequence, 7).unwrap_err();
+    assert_eq!(refused.to_string(), "length = 7: 0 or 8: states cannot be rewound");
+    cache.reserve(&[(sequence, 0)]).unwrap();
+    assert_eq!(cache.step_spans(0, GroupId(0)).count(), 1);
+}
+
+/// Also a sequence with a state, which cannot be rewound.
+#[test]
+fn a_sequence_of_one_token_may_be_truncated_to_it() {
+    let state = Group { kind: GroupKind::State, ..GROUP };
+    let mut cache = Cache::new(&[GROUP, state], [MEMORY; 3]).unwrap();
+    let sequence = cache.create().unwrap();
+    append(&mut cache, sequence, 1);
+    cache.truncate(sequence, 1).unwrap();
+    assert_eq!([0, 1].map(|group| cache.block_counts(Tier::Device, GroupId(group)).used), [1, 1]);
+    cache.audit().unwrap();
+}
+
+#[test]
 fn a_cache_beyond_limits_is_refused() {
     let window = Window { sinks: 0, tokens: 4, headroom: 0, trailing: false };
     let paged = |page_size, window| Group { kind: GroupKind::Paged { page_size }, window, ..GROUP };

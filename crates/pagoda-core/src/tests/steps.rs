@@ -78,6 +78,39 @@ fn a_refused_step_says_what_it_lacks_and_what_drains() {
     cache.audit().unwrap();
 }
 
+#[test]
+fn blocks_do_not_wait_for_steps_after_they_were_freed() {
+    let mut cache = cache();
+    let epochs = [(); 2].map(|()| {
+        let sequence = cache.create().unwrap();
+        cache.reserve(&[(sequence, 4)]).unwrap();
+        let epoch = cache.commit(None).unwrap();
+        cache.release(sequence).unwrap();
+        epoch
+    });
+    for (epoch, left) in epochs.into_iter().zip([1, 0]) {
+        cache.retire(epoch).unwrap();
+        assert_eq!(cache.block_counts(Tier::Device, GroupId(0)).draining, left);
+    }
+}
+
+/// Those of pages that a step copies are counted until it ends, in whichever order it copies them.
+#[test]
+fn rows_of_copied_pages_stay_dead_while_a_step_is_open() {
+    let mut cache = cache();
+    let [first, second] = [0; 2].map(|_| cache.create().unwrap());
+    for sequence in [first, second] {
+        append(&mut cache, sequence, 3);
+        let fork = cache.fork(sequence).unwrap();
+        cache.truncate(fork, 2).unwrap();
+        cache.truncate(sequence, 1).unwrap();
+    }
+    assert_eq!(cache.dead_rows(), 2);
+    cache.reserve(&[(second, 1), (first, 1)]).unwrap();
+    assert_eq!(cache.dead_rows(), 2);
+    cache.audit().unwrap();
+}
+
 /// It has one version for all of a step's tokens.
 #[test]
 fn a_step_over_a_state_commits_all_tokens() {
