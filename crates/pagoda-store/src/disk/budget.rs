@@ -44,9 +44,7 @@ impl Budget {
         };
         // A note that does not verify is ignored.
         if let Some((spent, at)) = note.and_then(|note| read_note(&note)) {
-            let now = std::mem::replace(&mut self.at, at);
-            (self.spent, self.noted) = (spent, spent);
-            self.pass(now);
+            (self.spent, self.noted, self.at) = (spent, spent, at);
         }
         self.directory = Some(directory.share());
         Ok(self)
@@ -171,6 +169,9 @@ mod tests {
         budget.spend(1, at(0)).unwrap();
         assert!(disk.operations() > before);
         budget.settle(at(500)).unwrap();
+        let before = disk.operations();
+        budget.settle(at(500)).unwrap();
+        assert_eq!(disk.operations(), before, "there is nothing to note");
         assert!(is_left(&mut opened(500), DAY - 1001 - ahead + 500, at(500)));
         assert!(is_left(&mut opened(0), DAY - 1001 - ahead + 500, at(0)), "a clock that was set back");
         assert!(is_left(&mut opened(DAY), DAY, at(DAY)));

@@ -505,6 +505,30 @@ mod tests {
         std::fs::remove_dir_all(&place).unwrap();
     }
 
+    /// More than are under way at once, one of them at the end of the file, and one past it.
+    #[test]
+    fn a_lane_runs_any_number_of_operations() {
+        let place = std::env::temp_dir().join(format!("pagoda-lanes-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap();
+        for uring in [false, folder.access.uring] {
+            let file = folder.with(Access { uring, ..Access::default() }).scratch().unwrap();
+            let mut lane = file.lane().unwrap();
+            let mut run = |kind, bytes: &mut [u8]| {
+                let pieces = (0..).step_by(8).zip(bytes.chunks_mut(8));
+                let mut ops: Vec<_> = pieces.map(|(at, piece)| Op::new(kind, at, piece)).collect();
+                lane.run(&mut ops);
+                ops.into_iter().try_for_each(Op::outcome).unwrap();
+            };
+            let mut written: Vec<u8> = (1..=250).cycle().take(500).collect();
+            run(Kind::Write, &mut written);
+            let mut read = [7; 512];
+            run(Kind::Read, &mut read);
+            written.resize(512, 0);
+            assert!(read[..] == written, "{file:?}, uring: {uring}");
+        }
+        std::fs::remove_dir(&place).unwrap();
+    }
+
     #[test]
     fn a_range_is_zeroed_with_holes_and_without() {
         let place = std::env::temp_dir().join(format!("pagoda-zeros-{}", std::process::id()));
