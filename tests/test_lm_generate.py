@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -351,3 +352,22 @@ def test_speeds_are_of_the_steps_alone(
     report = watched.report()
     assert report["read_seconds"] == pytest.approx(2 * step_seconds)
     assert report["write_seconds"] == pytest.approx((written - 1) * step_seconds)
+
+
+def test_a_terminal_shows_the_end_of_the_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Drawn at the first event and at the end, but not for events that follow at once."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(view, "time", SimpleNamespace(perf_counter=lambda: 1.0))
+    written = [Written(0, text, np.zeros(1, np.float32), None) for text in ("a" * 100, "b" * 1150, "c" * 40)]
+    with view.View(None, "cpu", 10, 2, quiet=False) as watched:
+        for _ in watched.watch(iter([Read(8, 8, None), *written])):
+            pass
+    out = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert set(re.findall(r"read +━+ +(\d+ of \d+) tokens", out)) == {"10 of 10"}
+    assert list(dict.fromkeys(re.findall(r"written +(\d+) tokens", out))) == ["0", "3"]
+    shown = "".join(out.split())
+    assert shown.endswith("…" + "a" * 10 + "b" * 1150 + "c" * 40)
+    assert shown.count("c" * 40) == out.count("3 tokens"), "it is not printed besides"

@@ -255,7 +255,8 @@ def test_generate_over_three_tiers(
     assert spilled["moved_bytes"]["host to disk"] > 0
     assert spilled["attended_bytes"]["memory"] == resident["attended_bytes"]["memory"]
     assert spilled["attended_bytes"]["disk"] > 20 * spilled["bytes"]["disk"] / 2
-    assert resident["attended_bytes"]["disk"] == 0
+    assert resident["attended_bytes"]["disk"] == resident["waited_seconds"] == 0
+    assert 0 <= spilled["waited_seconds"] <= spilled["read_seconds"] + spilled["write_seconds"]
     assert list((tmp_path / "pages").iterdir()) == []
 
     monkeypatch.setenv("FORCE_COLOR", "1")

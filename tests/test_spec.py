@@ -848,7 +848,12 @@ def test_yarn_says_what_it_was_trained_for_and_how_far_rows_grow() -> None:
         scaling({})
     assert scaling(trained).attention_factor == pytest.approx(1.138629436)
     assert scaling(trained, attention_factor=1.25).attention_factor == 1.25
-    assert scaling(trained, mscale=0.5, mscale_all_dim=1.0).attention_factor == pytest.approx(1.069314718 / 1.138629436)
+    magnitudes = {0.5: 1.069314718, 1.0: 1.138629436}
+    for scale, over in ((0.5, 1.0), (1.0, 0.5)):
+        both_given = scaling(trained, mscale=scale, mscale_all_dim=over).attention_factor
+        assert both_given == pytest.approx(magnitudes[scale] / magnitudes[over])
+    for alone in ("mscale", "mscale_all_dim"):
+        assert scaling(trained, **{alone: 0.5}) == scaling(trained)
 
 
 # Phi-4-mini as published, except for the factors.
@@ -880,6 +885,10 @@ def test_long_contexts_have_factors_of_their_own() -> None:
     assert rope_of(PHI, type="su") == rope_of(PHI)
     assert rope_of(PHI, factor=64.0).attention_factor == pytest.approx(np.sqrt(1.5))
     assert rope_of(PHI, attention_factor=1.25).attention_factor == 1.25
+    assert LongRopeScaling((2.0,)).attention_factor == 1
+    np.testing.assert_array_equal(
+        rope_of(PHI | {"max_position_embeddings": 4097}).inv_freq(128), rope_of(PHI).inv_freq(128)
+    )
     short = rope_of(PHI | {"max_position_embeddings": 4096})
     np.testing.assert_allclose(short.inv_freq(128), plain / 1.25, rtol=1e-6)
     assert short.attention_factor == 1
