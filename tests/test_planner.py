@@ -398,6 +398,31 @@ def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert budget == {"device_bytes": GIB, "host_bytes": 15 * GIB, "disk_bytes": 0, "lacking_bytes": 0}
 
 
+def test_command_prints_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """2,048 tokens take a gibibyte."""
+    budgets = ["--device-memory", "1GiB", "--host-memory", "1GiB"]
+    assert main(["plan", "llama-2-7b", "--context", "64,2k,3k,4k,8k", *budgets]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "llama-2-7b: 32 full layers; K f16, V f16, pages of 64 tokens"
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert rows[:6] == [
+        ["64", "32.0 MiB", "fits"],
+        ["2k", "1.0 GiB", "fits"],
+        ["3k", "1.5 GiB", "1.0 GiB + 512.0 MiB on host"],
+        ["4k", "2.0 GiB", "1.0 GiB + 1.0 GiB on host"],
+        ["8k", "4.0 GiB", "lacks 2.0 GiB"],
+        ["longest", "", "4,096"],
+    ]
+    assert [line.count("█") for line in lines if "█" in line] == [1, 10, 15, 20, 40]
+
+
+def test_layers_are_counted_by_what_they_keep() -> None:
+    full, windowed = AttentionLayer(2, 1, 16), AttentionLayer(2, 1, 16, window=64)
+    others = [replace(full, kv_owner=0), replace(windowed, kv_owner=1), windowed, StateLayer(8)]
+    document = describe(Planner(ModelSpec([full, windowed, *others])), [1], 1, {"host": 0, "disk": 0})
+    assert document["layers"] == {"full": 1, "windowed": 2, "sharing": 2, "recurrent": 1}
+
+
 def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gemma-3-12b"]) == 0
     out = capsys.readouterr().out
