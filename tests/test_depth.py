@@ -55,6 +55,19 @@ def test_slow_speeds_are_told_apart(speed: float, deviation: float, said: str) -
     assert depth.cell({"tokens_per_second": speed, "deviation": deviation}) == said
 
 
+def test_speeds_are_of_the_whole_model_or_of_attention(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(depth, "language_model", lambda *_: [0.5, 1.0, 2.0])
+    monkeypatch.setattr(depth, "attention", lambda *_: [0.25] * 3)
+    arguments = ["--models", "shipped,llama-3.1-8b", "--formats", "f16", "--depths", "70", "--memory", "1MiB"]
+    assert main(["bench", "depth", *arguments, "--tokens", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["depth"]
+    # Of 4, 2 and 1 tokens a second, and of 8 each time.
+    shown = [(row["tokens_per_second"], row["deviation"]) for row in rows]
+    assert shown == [pytest.approx((7 / 3, (7 / 3) ** 0.5)), (8, 0)]
+
+
 def test_a_window_bounds_what_is_kept(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tokens precede the timed ones."""
     held, timed = [], depth.timed

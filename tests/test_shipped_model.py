@@ -405,6 +405,11 @@ def test_a_text_that_cannot_be_kept_is_not_read(
     disk = ["--disk", str(tmp_path / "large"), "--disk-memory", "3MiB", "--session", "book"]
     assert [main(["generate", *SMALL, *disk, "--read", read]) for read in ("3k", "3k", "9k")] == [0, 0, 2]
     assert len(steps) == 3072 // 256 + 19 + 1 + 19, "what is there takes no room once more"
+    steps.clear()
+    disk = ["--disk", str(tmp_path / "shared"), "--disk-memory", "1900KiB", "--session"]
+    texts = (["other", "--read", "512"], ["book", "--read", "1024"])
+    assert [main(["generate", *SMALL, *disk, *text]) for text in texts] == [0, 2]
+    assert len(steps) == 512 // 256 + 19, "what is kept of another takes room"
 
 
 def test_a_step_that_has_no_room_names_what_can_be_changed(refused: Callable[..., str]) -> None:
