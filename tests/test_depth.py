@@ -14,6 +14,7 @@ import pagoda
 import pytest
 from pagoda.cli import main
 from pagoda.cli.bench import depth
+from pagoda.cli.console import kept
 
 
 def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,8 +62,10 @@ def test_speeds_are_of_the_whole_model_or_of_attention(
     monkeypatch.setattr(depth, "language_model", lambda *_: [0.5, 1.0, 2.0])
     monkeypatch.setattr(depth, "attention", lambda *_: [0.25] * 3)
     arguments = ["--models", "shipped,llama-3.1-8b", "--formats", "f16", "--depths", "70", "--memory", "1MiB"]
+    arguments += ["--window-size", "1k", "--sink-positions", "cache"]
     assert main(["bench", "depth", *arguments, "--tokens", "2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["depth"]
+    assert [row["retention"] for row in rows] == ["64 + last 1,024, cache positions"] * 2
     # Of 4, 2 and 1 tokens a second, and of 8 each time.
     shown = [(row["tokens_per_second"], row["deviation"]) for row in rows]
     assert shown == [pytest.approx((7 / 3, (7 / 3) ** 0.5)), (8, 0)]
@@ -93,6 +96,18 @@ def test_a_window_bounds_what_is_kept(capsys: pytest.CaptureFixture[str], monkey
     arguments[1], arguments[5] = "shipped", "70"
     assert main(["bench", "depth", *arguments]) == 0
     assert "shipped, kept: 8 + last 1,024" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("keep", "named"),
+    [
+        (None, "all"),
+        (pagoda.SinkWindow(0, 1024), "last 1,024"),
+        (pagoda.SinkWindow(8, 1024, "cache"), "8 + last 1,024, cache positions"),
+    ],
+)
+def test_what_is_kept_has_a_name(keep: pagoda.SinkWindow | None, named: str) -> None:
+    assert kept(keep) == named
 
 
 def test_json_may_be_asked_for_before_the_part(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -94,7 +95,10 @@ def test_no_cupy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["doctor"]) == 0
-    assert 'pip install "pagoda-kv[cuda13]" (or [cuda12])' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert 'pip install "pagoda-kv[cuda13]" (or [cuda12])' in printed
+    states = {row[1].strip(): row[0].strip() for line in printed.splitlines() if len(row := line.split("│")[1:]) > 1}
+    assert (states["module"], states["GPU"]) == ("ok", "--")
     assert cuda.lack() == ("CuPy is not installed", 'pip install "pagoda-kv[cuda13]" (or [cuda12])')
 
 
@@ -207,10 +211,43 @@ def test_a_machine_that_has_everything(machine: Machine, monkeypatch: pytest.Mon
     assert all(findings[name].fine and not findings[name].remedy for name in names)
 
 
-def test_a_kernel_that_does_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cuda, "open_driver", EmulatedDriver)
     monkeypatch.setattr(Stream, "launch", lambda *arguments, **options: None)
-    assert not examine(machine, monkeypatch)["GPU kernels"].fine
+    finding = examine(machine, monkeypatch)["GPU kernels"]
+    assert (finding.fine, finding.found) == (False, "one ran and did nothing")
+    # Nothing is measured on such a GPU.
+    monkeypatch.setattr(doctor, "calibrate", lambda disk, gpus: [Finding("GPUs", True, str(len(gpus)))])
+    assert main(["doctor", "--calibrate", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[-1]["found"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("isa", "remedy"), [("avx2", ""), ("scalar", "attention is slow on CPUs without AVX2 or NEON")]
+)
+def test_kernels_of_a_cpu(isa: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = pagoda.build_info() | {"isa": isa, "isas": [isa]}
+    monkeypatch.setattr(doctor, "build_info", lambda: build)
+    monkeypatch.setattr(doctor.machine, "build", lambda: build)
+    (finding,) = [found for found in doctor.examine(Path(tempfile.gettempdir())) if found.what == "CPU kernels"]
+    assert (finding.fine, finding.remedy) == (not remedy, remedy)
+
+
+@pytest.mark.parametrize(
+    ("setting", "fine", "found"),
+    [
+        ("always [madvise] never", True, "always [madvise] never"),
+        ("always madvise [never]", False, "always madvise [never]"),
+        ("", False, "not known"),
+    ],
+)
+def test_huge_pages(setting: str, fine: bool, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_read", lambda path: setting)
+    (finding,) = [found for found in doctor.examine(Path(tempfile.gettempdir())) if found.what == "huge pages"]
+    assert (finding.fine, finding.found) == (fine, found)
+    assert finding.remedy.startswith("" if fine else "echo madvise")
 
 
 def test_kernels_that_do_not_load(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

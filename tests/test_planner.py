@@ -21,6 +21,7 @@ import pytest
 from emulator.driver import EmulatedDriver, HostArena, Memory
 from pagoda._core import TOKENS_MAX
 from pagoda.cli import COMMANDS, main
+from pagoda.cli.console import results
 from pagoda.cli.plan import describe, draw
 from pagoda.device import cuda
 from pagoda.errors import InvalidArgument
@@ -414,6 +415,12 @@ def test_command_prints_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ["longest", "", "4,096"],
     ]
     assert [line.count("█") for line in lines if "█" in line] == [1, 10, 15, 20, 40]
+
+
+@pytest.mark.usefixtures("capsys")
+def test_tables_are_not_as_narrow_as_a_terminal_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert results().width == 200
 
 
 def test_layers_are_counted_by_what_they_keep() -> None:
