@@ -19,6 +19,7 @@ from pagoda.cli import doctor, main
 from pagoda.cli.doctor import Finding
 from pagoda.device import cuda
 from pagoda.kernels import loader
+from pagoda.measuring import machine as measured
 
 OPEN_DRIVER = cuda.open_driver
 """The real function, whatever --device is."""
@@ -230,7 +231,7 @@ def test_a_kernel_that_does_nothing(
 def test_kernels_of_a_cpu(isa: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build = pagoda.build_info() | {"isa": isa, "isas": [isa]}
     monkeypatch.setattr(doctor, "build_info", lambda: build)
-    monkeypatch.setattr(doctor.machine, "build", lambda: build)
+    monkeypatch.setattr(measured, "build", lambda: build)
     (finding,) = [found for found in doctor.examine(Path(tempfile.gettempdir())) if found.what == "CPU kernels"]
     assert (finding.fine, finding.remedy) == (not remedy, remedy)
 

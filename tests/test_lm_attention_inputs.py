@@ -159,7 +159,7 @@ def test_plain_arrays_attend_exactly(
         positions = [
             token for old, new in zip(seen, counts, strict=True) for token in range(len(old[0]), len(old[0]) + new)
         ]
-        assert (step.positions.dtype, step.positions.tolist()) == (np.int64, positions)
+        assert (step.positions.dtype, step.positions.tolist()) == (np.dtype(np.int64), positions)
         for index, part in enumerate((slice(0, counts[0]), slice(counts[0], total))):
             seen[index] = [np.concatenate([old, new[part]]) for old, new in zip(seen[index], (k, v), strict=True)]
             if counts[index]:

@@ -425,8 +425,9 @@ def test_tables_are_not_as_narrow_as_a_terminal_where_there_is_none(monkeypatch:
 
 def test_layers_are_counted_by_what_they_keep() -> None:
     full, windowed = AttentionLayer(2, 1, 16), AttentionLayer(2, 1, 16, window=64)
-    others = [replace(full, kv_owner=0), replace(windowed, kv_owner=1), windowed, StateLayer(8)]
-    document = describe(Planner(ModelSpec([full, windowed, *others])), [1], 1, {"host": 0, "disk": 0})
+    sharing = [replace(full, kv_owner=0), replace(windowed, kv_owner=1)]
+    spec = ModelSpec([full, windowed, *sharing, windowed, StateLayer(8)])
+    document = describe(Planner(spec), [1], 1, {"host": 0, "disk": 0})
     assert document["layers"] == {"full": 1, "windowed": 2, "sharing": 2, "recurrent": 1}
 
 
