@@ -258,5 +258,6 @@ def test_generation_reads_writes_and_goes_on(tmp_path: Path) -> None:
         more = list(generate(model, cache, sequence, np.array(written[-1:]), 5, Sampler()))
         runs.append(written + [e.token for e in more if isinstance(e, Written)])
     assert runs[0] == runs[1]
-    with pytest.raises(pagoda.InvalidArgument, match="prompt"):
-        list(generate(model, cache, cache.create(), TEXT[:0], 1, Sampler()))
+    for tokens, shown in (([], "0 tokens"), ([1, 256, 7], "1 to 256"), ([-1, 3], "-1 to 3")):
+        with pytest.raises(pagoda.InvalidArgument, match=f"^prompt = {shown}: at least one token, all from 0 to 255$"):
+            list(generate(model, cache, cache.create(), np.array(tokens, np.int64), 1, Sampler()))
