@@ -301,9 +301,10 @@ class Cache(Uncopied):
         allocate no device memory. Steps with up to `new_tokens` for each sequence launch the same kernels with the same
         arguments, whatever sequences grow, join or leave. Steps with more, prompts for example, launch what they need,
         without a graph. K, V, queries and outputs may have up to `tokens` rows, of which kernels use the first sum(new).
-        Steps beyond the maxima raise InvalidArgument, and so do those whose sequences together have more than `8 * sequences`
-        spans: each has one, one more after each `drop`, and one for its sinks. Maxima are declared once, as graphs keep the
-        addresses of what was allocated for them. docs/kernels.md says how much memory that takes.
+        Steps beyond the maxima raise InvalidArgument. So may those with a sequence of more than 8 spans (each has one, one
+        more after each `drop`, and one for its sinks), or of several pieces of sinks that follow the window, since a `drop`
+        has cut them. Maxima are declared once, as graphs keep the addresses of what was allocated for them. docs/kernels.md
+        says how much memory that takes.
 
             cache.declare(sequences=64, new_tokens=1, context=131072, tokens=2048)
             with cache.step([prompt], [2048], stream=stream) as step:
