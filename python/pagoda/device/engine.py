@@ -486,7 +486,7 @@ class DeviceEngine:
 
     @property
     def attends_to_disk(self) -> bool:
-        """Whether steps may have pages on disk."""
+        """Whether steps may read pages on disk."""
         return bool(self._streams.ring)
 
     @property
@@ -553,7 +553,7 @@ class DeviceEngine:
             raise
 
     def _on_disk(self) -> int:
-        """Pages on disk that attention of the open step may read."""
+        """Pages on disk that attention of the open step reads, for a layer of each group."""
         return sum(self.core.on_disk()) if self._memory.passage else 0
 
     def _leave(self) -> None:
