@@ -158,8 +158,8 @@ def test_a_graph_reads_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
     driver = RestlessDriver(6)
     stream = CallerStream(driver)
     with with_disk(monkeypatch, tmp_path, driver, [layer()], device_memory="512KiB") as cache:
-        cache.declare(sequences=1, new_tokens=1, context=200)
-        sequence = cache.create()
+        cache.declare(sequences=2, new_tokens=1, context=200)
+        sequence, other = cache.create(), cache.create()
         rows, q, out = (
             np.zeros((1, 2, 16), np.float16),
             np.ones((1, 4, 16), np.float32),
@@ -179,6 +179,33 @@ def test_a_graph_reads_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
                 step.attend(0, q, out=out)
             stream.end_capture()
             step.attend(0, q, out=out)
+        # A sequence without new tokens has no queries that would read its pages.
+        replays: list[bool] = []
+        cache._spill.may_bring_in(np.array([sequence.id, other.id], np.uint64))
+        with cache.step([sequence, other], [0, 1], stream=stream) as step:
+            step.replay(lambda: replays.append(True))
+        assert replays
+
+
+def test_pages_on_disk_that_no_query_sees_need_no_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are kept behind a window, and those of a sequence without new tokens."""
+    options: dict[str, Any] = {"device_memory": "64KiB", "host_memory": 0, "headroom": 200}
+    with with_disk(monkeypatch, tmp_path, EmulatedDriver(), [layer(window=20)], **options) as cache:
+        mirror = Mirror(cache)
+        tokens, other = mirror.create(), mirror.create()
+        mirror.step([tokens, other], [100, 20])
+        assert cache.demote(tokens.sequence, (0, 80), to="disk").wait()
+        assert cache.demote(other.sequence, (0, 16), to="disk").wait()
+        assert [counts.used for counts in settled(cache).disk] == [6]
+        mirror.step([tokens], [1])
+        mirror.step([tokens, other], [30, 0])
+        with pytest.raises(pagoda.InvalidArgument, match=r"device_memory = 65536: .* this one has 1 there"):
+            mirror.step([tokens, other], [1, 1])
+        assert [counts.used for counts in settled(cache).disk] == [6]
+        mirror.truncate(tokens, 90)
+        with pytest.raises(pagoda.InvalidArgument, match=r"this one has 1 there"):
+            mirror.step([tokens], [1])
+        mirror.step([tokens], [0])
 
 
 def test_without_room_for_a_ring_nothing_on_disk_is_attended_to(

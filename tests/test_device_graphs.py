@@ -9,7 +9,7 @@ import pagoda
 import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream, install_driver
 from graphs import LAYERS, NORMS, SEQUENCES, Model
-from mirror import center_of, kept_of
+from mirror import Mirror, center_of, kept_of, layer
 from pagoda.device.engine import SPANS_DECLARED
 from pagoda.kernels.instances import Kernel
 
@@ -324,6 +324,47 @@ def test_only_spans_that_trail_have_angles_for_each_query(positions: str, monkey
         for _ in range(3):
             with cache.step([one], [60]) as step:
                 assert (step.forward(0, rows, rows[:, :1], rows[:, :1]) == 1).all()
+
+
+def test_sinks_that_trail_in_pieces_may_have_too_many_angles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece needs angles for each query. A step that is refused changes nothing, and a smaller one goes on."""
+    install_driver(monkeypatch, EmulatedDriver())
+    rope = pagoda.Rope(theta=100.0)
+    options: dict[str, Any] = {"page_size": 16, "retention": pagoda.SinkWindow(sinks=20, window=60, positions="cache")}
+    spec = pagoda.ModelSpec([layer(head_dim=32, rope=rope)])
+    with pagoda.Cache(spec, device="cuda", device_memory="1MiB", host_memory=0, **options) as cache:
+        cache.declare(sequences=1, new_tokens=1, context=200, tokens=30)
+        sequence = cache.create()
+        rows = np.ones((30, 2, 32), np.float32)
+
+        def step(count: int) -> None:
+            with cache.step([sequence], [count]) as step:
+                out = step.forward(0, rows[:count].repeat(2, 1), rows[:count], rows[:count])
+                assert (out == 1).all()
+
+        step(30)
+        sequence.drop(5, 8)
+        with pytest.raises(pagoda.InvalidArgument, match="step = 63 rotations of queries: at most 38"):
+            step(30)
+        assert len(sequence) == 27
+        step(15)
+        assert len(sequence) == 42
+
+
+def test_spans_that_begin_and_end_inside_pages_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are declared, of two tokens in two pages each."""
+    install_driver(monkeypatch, EmulatedDriver())
+    spec = pagoda.ModelSpec([layer(head_dim=32)])
+    with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="1MiB", host_memory=0) as cache:
+        cache.declare(sequences=1, new_tokens=1, context=2 * SPANS_DECLARED + 14, tokens=17)
+        mirror = Mirror(cache)
+        tokens = mirror.create()
+        for kept in range(0, 2 * SPANS_DECLARED, 2):
+            mirror.step([tokens], [16 if kept else 17])
+            mirror.drop(tokens, kept, kept + (14 if kept else 15))
+        with cache.step([tokens.sequence], [0]) as step:
+            assert step.table(0).block_table.shape[1] == 2 * SPANS_DECLARED
+        mirror.look()
 
 
 def test_what_there_is_no_memory_for_is_not_declared(monkeypatch: pytest.MonkeyPatch) -> None:

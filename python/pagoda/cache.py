@@ -167,8 +167,8 @@ class Cache(Uncopied):
     are not in the step go first. Pages on disk come back, as many as there is room for, when a step has other sequences than
     the one before or others were released since. Steps also attend to pages that stay on disk: they are read ahead, layer by
     layer, through memory beside the budgets (see `stats().disk_io`). On a GPU this needs the ring. If device_memory is too
-    small for one, nothing goes to disk automatically, and a step with pages there raises InvalidArgument, which says how much
-    memory is needed.
+    small for one, nothing goes to disk automatically, and a step whose queries see pages there raises InvalidArgument, which
+    says how much memory is needed.
     retention: what layers without a window keep; everything by default, or `SinkWindow`.
     headroom: tokens kept behind every window, so that `truncate` can take back as many; a page by default. A layer with a
     window holds the pages of its last `window + headroom` tokens. Older pages leave when a step commits, so memory is
@@ -301,9 +301,10 @@ class Cache(Uncopied):
         allocate no device memory. Steps with up to `new_tokens` for each sequence launch the same kernels with the same
         arguments, whatever sequences grow, join or leave. Steps with more, prompts for example, launch what they need,
         without a graph. K, V, queries and outputs may have up to `tokens` rows, of which kernels use the first sum(new).
-        Steps beyond the maxima raise InvalidArgument, and so do those whose sequences together have more than `8 * sequences`
-        spans: each has one, one more after each `drop`, and one for its sinks. Maxima are declared once, as graphs keep the
-        addresses of what was allocated for them. docs/kernels.md says how much memory that takes.
+        Steps beyond the maxima raise InvalidArgument. So may those with a sequence of more than 8 spans (each has one, one
+        more after each `drop`, and one for its sinks), or of several pieces of sinks that follow the window, since a `drop`
+        has cut them. Maxima are declared once, as graphs keep the addresses of what was allocated for them. docs/kernels.md
+        says how much memory that takes.
 
             cache.declare(sequences=64, new_tokens=1, context=131072, tokens=2048)
             with cache.step([prompt], [2048], stream=stream) as step:
@@ -321,8 +322,8 @@ class Cache(Uncopied):
         The caller captures the step's stream, inside of one step. InvalidArgument is raised there for kernels that were never
         launched, and for appends and attends while the current stream is captured but not the step's. Graphs read pages of
         the host tier in place. A step that streams these pages allocates, so capturing it raises InvalidArgument, as does
-        replaying a graph in a step with pages on disk. Raises BackendUnavailable on the CPU, which would gain nothing,
-        and in a cache with checked=True, whose steps wait for the device.
+        replaying a graph in a step whose queries see pages on disk. Raises BackendUnavailable on the CPU, which would gain
+        nothing, and in a cache with checked=True, whose steps wait for the device.
         """
         sequences = natural("sequences", sequences, 1, SEQUENCES_MAX)
         new_tokens = natural("new_tokens", new_tokens, 1, TOKENS_MAX // sequences)

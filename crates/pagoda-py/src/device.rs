@@ -4,13 +4,13 @@
 use crate::cache::{Cache, Engine, Inner, MEMORY_TIERS};
 use crate::errors::{invalid, unavailable};
 use crate::kernels::{require_rows, require_sinks};
-use crate::layers::{PlacedLayer, page_size};
+use crate::layers::PlacedLayer;
 use crate::moves::{bytes_of, zero_by};
 use crate::passes::{HostPages, StreamArguments, StreamedGroup};
 use crate::reads::Reader;
 use crate::step::StepState;
 use crate::ticket::Ticket;
-use crate::upload::{AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces, pages_on_disk, room};
+use crate::upload::{AnglePlaces, GroupPlaces, Room, Upload, WorkPlaces, room};
 use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1};
 use pagoda_core::ids::{Epoch, GroupId, Tier};
 use pagoda_store::{Filled, Slab};
@@ -146,11 +146,11 @@ impl Cache {
         self.with_upload(py, |upload, core, _, _| upload.host_pages(core))
     }
 
-    /// Pages of each group that attention of the open step may read from disk.
+    /// Pages of each group that attention of the staged step reads from disk, for a layer.
     fn on_disk(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
         self.with_upload(py, |upload, core, step, layers| {
             let groups = (0..upload.group_count() as u8).map(GroupId);
-            groups.map(|group| pages_on_disk(core, step, group, page_size(layers))).collect()
+            groups.map(|group| upload.pages_on_disk(core, step, layers, group)).collect()
         })
     }
 

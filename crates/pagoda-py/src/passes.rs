@@ -178,10 +178,7 @@ impl Upload {
         let scanned = core.step_batch().enumerate().map(|(index, (_, new_tokens))| {
             let all = step.spans(core, index, id);
             let length: u32 = all.iter().map(|span| span.count).sum();
-            let first = |window: Option<u32>| {
-                window.map_or(0, |window| (length - new_tokens + 1).saturating_sub(window))
-            };
-            let low = works().filter(|work| work.takes(new_tokens)).map(|work| first(work.window)).min();
+            let low = self.first_seen(core, step, id, index);
             // No queries, no work.
             let spans = if low.is_some() { all } else { &[] };
             let divisible = self.divisible(id, index, new_tokens);

@@ -12,7 +12,7 @@ use pagoda_core::Cache;
 use pagoda_core::common::LEVELS_MAX;
 use pagoda_core::ids::{GroupId, Tier};
 use pagoda_core::table::{Sight, SpanView};
-use pagoda_core::work::{Cut, Held, QueryBlock, WorkList};
+use pagoda_core::work::{Cut, Held, QueryBlock, WorkList, runs};
 use pyo3::prelude::*;
 use std::ops::Range;
 
@@ -205,6 +205,42 @@ impl Upload {
     /// Host pages of the sequence at place `index` of the batch.
     pub(crate) fn on_host(&self, group: usize, index: usize) -> u64 {
         self.held[group][index].map_or(0, |row| row.on_host as u64)
+    }
+
+    /// The first token that a query of the sequence at place `index` sees in any layer of a group, besides those that every
+    /// query sees; None if it has no queries.
+    pub(crate) fn first_seen(
+        &self,
+        core: &Cache,
+        step: &StepState,
+        id: GroupId,
+        index: usize,
+    ) -> Option<u32> {
+        let new_tokens = step.bounds()[index + 1] - step.bounds()[index];
+        let length: u32 = step.spans(core, index, id).iter().map(|span| span.count).sum();
+        let first =
+            |window: Option<u32>| window.map_or(0, |window| (length - new_tokens + 1).saturating_sub(window));
+        let works = self.works_of(id).filter(|(_, work)| work.takes(new_tokens));
+        works.map(|(_, work)| first(work.window)).min()
+    }
+
+    /// Pages on disk that attention of the open step reads for a layer of a group.
+    pub(crate) fn pages_on_disk(
+        &self,
+        core: &Cache,
+        step: &StepState,
+        layers: &[PlacedLayer],
+        id: GroupId,
+    ) -> usize {
+        let of_sequence = |index: usize| {
+            let Some(first) = self.first_seen(core, step, id, index) else { return 0 };
+            let (row, spans) = (core.step_row(index, id).0, step.spans(core, index, id));
+            let length: u32 = spans.iter().map(|span| span.count).sum();
+            let pages = runs(spans, first as usize..length as usize, page_size(layers) as usize);
+            pages.flat_map(|(_, pages)| &row[pages]).filter(|entry| entry.tier() == Tier::Disk).count()
+        };
+        let batch = 0..core.step_batch().len();
+        batch.filter(|&index| core.step_reaches_disk(index, id)).map(of_sequence).sum()
     }
 
     /// The number of blocks that this many queries of a sequence fill, the most of any work list; None if no list takes them.
@@ -422,21 +458,6 @@ pub(crate) fn write_list(words: &mut Vec<u32>, list: &WorkList, first_spans: &[u
     let fourth = words.len();
     words.extend(list.part_rows.iter().map(|&row| row as u32));
     [first..second, second..third, third..fourth, fourth..words.len()]
-}
-
-/// Pages of a group that sequences of the open step have on disk.
-pub(crate) fn pages_on_disk(core: &Cache, step: &StepState, group: GroupId, page_size: u32) -> usize {
-    let batch = (0..core.step_batch().len()).filter(|&index| core.step_reaches_disk(index, group));
-    let of_sequence = |index: usize| {
-        let (row, _) = core.step_row(index, group);
-        let pages = |span: &SpanView| {
-            let (first, rows) = (span.first_page, span.skip..span.skip + span.count);
-            &row[(first + rows.start / page_size) as usize..(first + rows.end.div_ceil(page_size)) as usize]
-        };
-        let held = step.spans(core, index, group).iter().filter(|span| span.count > 0).flat_map(pages);
-        held.filter(|entry| entry.tier() == Tier::Disk).count()
-    };
-    batch.map(of_sequence).sum()
 }
 
 /// The room that the open step needs. A step without sequences has tables, too.

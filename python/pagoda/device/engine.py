@@ -51,7 +51,8 @@ POLL_SECONDS = 2e-4
 """Sleep between two queries of an event, in waits with a timeout."""
 
 SPANS_DECLARED = 8
-"""Spans per sequence that declared maxima leave room for: each `drop` adds one, and sinks are one."""
+"""Spans per sequence that declared maxima leave room for: each `drop` adds one, and sinks are one. Each may begin and end
+inside of a page."""
 
 
 def in_turn(
@@ -192,7 +193,7 @@ class DeviceEngine:
         self._wait_for_steps()
         # Pages that have left a window leave the table a run at a time.
         passed = RUN_ROWS if any(layer["keeps"] for layer in self._layers) else 0
-        columns = -(-(context + passed) // self._page_size) + SPANS_DECLARED
+        columns = -(-(context + passed) // self._page_size) + 2 * SPANS_DECLARED
         maxima, spans = Maxima(sequences, new_tokens, context, tokens), sequences * SPANS_DECLARED
         # Trailing spans need angles for each query.
         trails = any(layer["keeps"] and layer["keeps"].trailing for layer in self._layers)
@@ -485,7 +486,7 @@ class DeviceEngine:
 
     @property
     def attends_to_disk(self) -> bool:
-        """Whether steps may have pages on disk."""
+        """Whether steps may read pages on disk."""
         return bool(self._streams.ring)
 
     @property
@@ -552,7 +553,7 @@ class DeviceEngine:
             raise
 
     def _on_disk(self) -> int:
-        """Pages on disk that attention of the open step may read."""
+        """Pages on disk that attention of the open step reads, for a layer of each group."""
         return sum(self.core.on_disk()) if self._memory.passage else 0
 
     def _leave(self) -> None:

@@ -157,7 +157,8 @@ class StepTables:
         if self.fixed:
             rooms = zip(Room._fields, need, self.room, strict=True)
             name, value, limit = next((name, value, limit) for name, value, limit in rooms if value > limit)
-            what = {"columns": "pages of a sequence", "tokens": "new tokens"}.get(name, name)
+            names = {"columns": "pages of a sequence", "tokens": "new tokens", "angles": "rotations of queries"}
+            what = names.get(name, name)
             raise InvalidArgument(f"step = {value} {what}: at most {limit}, which the maxima declared allow")
         return False
 
