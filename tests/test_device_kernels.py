@@ -157,7 +157,8 @@ def test_queries_next_to_nothing(shape: Shape, library: emulator.Library) -> Non
 @pytest.mark.parametrize("window", [None, 1, 37, 100])
 def test_pages_and_windows(page_size: int, window: int | None, library: emulator.Library) -> None:
     for shape in BY_SHARE:
-        batch = [one(300, 3), one(5), one(64, 2), one(129, 70 if shape.rows > 16 else 1)]
+        # With a window of 37 the last two see from places 65 and 64 on: one row behind the border of a tile, and on it.
+        batch = [one(300, 3), one(5), one(64, 2), one(129, 70 if shape.rows > 16 else 1), one(102), one(102, 2)]
         World(shape, batch, page_size=page_size, window=window).compare(library, 7)
 
 
@@ -167,6 +168,28 @@ def test_any_grid_and_any_order(grid: int, library: emulator.Library) -> None:
     for seed in range(3):
         batch = [one(700), *[one(20 + 7 * i) for i in range(5)]]
         World(SHAPES[1], batch, seed=seed).compare(library, grid, seed=seed)
+
+
+def test_more_parts_than_a_thread_reads_at_once(library: emulator.Library) -> None:
+    """A thread asks for 17 parts at a time when it merges them."""
+    World(SHAPES[1], [one(2300)], kv_heads=1, group=1).compare(library, 40)
+
+
+def test_more_blocks_of_queries_than_a_warp_has_lanes(library: emulator.Library) -> None:
+    """Lanes look at every second or third block of the list, and then at those between."""
+    for count in (33, 70):
+        World(SHAPES[1], [one(1 + 3 * i) for i in range(count)], kv_heads=1, group=1, sets=1).compare(library, 11)
+
+
+FAR = (1 << 30) + 4096
+"""So many bytes apart, the third and the fifth thing lie beyond what 31 and 32 bits count."""
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[9], SHAPES[12]], ids=lambda shape: shape.name)
+def test_pages_and_queries_far_apart(shape: Shape, library: emulator.Library) -> None:
+    world = World(shape, [one(200, 5)], page_size=64, pitch=FAR, kv_heads=1, group=1, seed=1)
+    assert {2, 4} <= set((world.table.array[0, :4] % (1 << 30)).tolist())
+    world.compare(library, 2)
 
 
 @pytest.mark.parametrize("rope", [None, (32, False), (16, True), (32, True)])
@@ -330,6 +353,11 @@ def test_whole_units(grid: int, library: emulator.Library) -> None:
 @pytest.mark.parametrize("page_size", [8, 64])
 def test_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library) -> None:
     check_append(formats, page_size, library)
+
+
+@pytest.mark.parametrize("formats", [APPENDS[0], APPENDS[4]], ids="_".join)
+def test_append_to_pages_far_apart(formats: tuple[str, str, str], library: emulator.Library) -> None:
+    check_append(formats, 8, library, pitch=FAR // 2)
 
 
 BROKEN = {

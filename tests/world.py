@@ -219,6 +219,8 @@ class World:
     commons: list[Common] = field(default_factory=list)
     mean: float = 0.0
     """Of the stored rows."""
+    pitch: int = 0
+    """Bytes from block to block, and from token to token of the queries, at least. Memory between them is not poisoned."""
     keep: list[Guarded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -232,7 +234,7 @@ class World:
         layer_bytes = 0
         for kind, dim in self.kinds:
             layer_bytes = Plane.of(kind, dim, layer_bytes, page, heads).end
-        self.block_bytes = 2 * layer_bytes
+        self.block_bytes = max(2 * layer_bytes, self.pitch)
         self.k_plane = self.v_plane = Plane.of(*self.kinds[0], layer_bytes, page, heads)
         if len(self.kinds) > 1:
             self.v_plane = Plane.of(*self.kinds[1], self.k_plane.end, page, heads)
@@ -271,13 +273,14 @@ class World:
         self.tokens = sum(sequence.new for sequence in self.sequences)
         q_heads = heads * self.group
         q = rng.standard_normal((self.tokens, q_heads, self.shape.dim)).astype(DTYPES[self.shape.q])
-        self.q = self.filled(q)
+        self.q = self.apart(q) if self.pitch else self.filled(q)
         self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
 
     def place_pages(self, counts: list[int], rng: np.random.Generator) -> None:
         """Gives each page of each sequence its own block, anywhere in the arenas."""
         blocks = sum(counts) + 3
-        self.arenas = [self.guarded((blocks * self.block_bytes,), np.uint8) for _ in range(2)]
+        fill = 0 if self.pitch else emulator.POISON
+        self.arenas = [self.guarded((blocks * self.block_bytes,), np.uint8, fill) for _ in range(2)]
         places = [tier << 30 | block for tier in range(2) for block in range(blocks)]
         order = rng.permutation(len(places))
         self.table = self.guarded((len(self.sequences), max(counts, default=0) + 5), np.uint32)
@@ -324,10 +327,18 @@ class World:
         """Query heads per unit."""
         return self.group // self.sets
 
-    def guarded(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Guarded:
-        array = Guarded(shape, dtype)
+    def guarded(self, shape: tuple[int, ...], dtype: npt.DTypeLike, fill: int = emulator.POISON) -> Guarded:
+        array = Guarded(shape, dtype, fill)
         self.keep.append(array)
         return array
+
+    def apart(self, rows: Array) -> Guarded:
+        """Rows [token, head, element] of tokens that lie `pitch` bytes apart."""
+        memory = self.guarded((len(rows), self.pitch), np.uint8, 0)
+        used = memory.array[:, : rows[0].nbytes]
+        memory.array = used.view(rows.dtype).reshape(rows.shape)
+        memory.array[...] = rows
+        return memory
 
     def filled(self, values: Array) -> Guarded:
         array = self.guarded(values.shape, values.dtype)
@@ -532,8 +543,9 @@ class World:
         np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, tolerance / of_scores))
 
 
-def check_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library) -> None:
-    """Appends rows to pages in random order, and compares every byte."""
+def check_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library, pitch: int = 0) -> None:
+    """Appends rows to pages in random order, and compares every byte. pitch: bytes from block to block at least; those that
+    this adds are not looked at."""
     rng = np.random.default_rng(0)
     k_kind, v_kind = formats[:2]
     given = DTYPES[formats[2]]
@@ -542,8 +554,10 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
     dim, v_dim = (224, 64) if quantised else (40, 24)
     k_plane = Plane.of(k_kind, dim, 32, page_size, heads)
     v_plane = Plane.of(v_kind, v_dim, k_plane.end, page_size, heads)
-    block_bytes = v_plane.end
-    arena = Guarded((blocks, block_bytes), np.uint8)
+    block_bytes = max(v_plane.end, pitch)
+    # Zeros take no memory.
+    fill = 0 if pitch else emulator.POISON
+    arena = Guarded((blocks, block_bytes), np.uint8, fill)
     # K and V are columns of one array, as from a fused projection, aligned to one element or several.
     fused = Guarded((tokens, heads, dim + v_dim + (3 if page_size == 8 else 8)), given)
     with np.errstate(over="ignore"):
@@ -578,7 +592,7 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
     library.launch("_".join(formats), 3, 96, call)
     for array in (arena, fused, slots, misfit):
         array.check()
-    right = np.full((blocks, block_bytes), 0xFF, np.uint8)
+    right = np.full((blocks, v_plane.end), fill, np.uint8)
     for token, slot in enumerate(slots.array):
         for head in range(heads):
             for plane, kind, part in ((k_plane, k_kind, slice(0, dim)), (v_plane, v_kind, slice(dim, dim + v_dim))):
@@ -586,7 +600,7 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
                 data, scales, _ = stored(row[None], kind)
                 if slot >= 0:
                     plane.write(right[slot // page_size], head, slot % page_size, data[0], scales[0])
-    wrong = np.flatnonzero(arena.array != right)
+    wrong = np.flatnonzero(arena.array[:, : v_plane.end] != right)
     # NaN may have other bits, except in scales.
     assert len(wrong) <= 4 * (not set(formats[:2]) <= set(QUANTISED)), wrong
     assert misfit.array[0] == 1
