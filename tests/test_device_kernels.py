@@ -195,8 +195,8 @@ def test_pages_and_queries_far_apart(shape: Shape, library: emulator.Library) ->
 @pytest.mark.parametrize("rope", [None, (32, False), (16, True), (32, True)])
 def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None:
     """After dropped tokens a sequence has several spans, which begin and end inside pages and have moved."""
-    pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(3, 1, 7), Span(0, 70)]
-    for shape in BY_SHARE:
+    pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(2, 11, 500), Span(3, 1, 7), Span(0, 70)]
+    for shape in [*BY_SHARE, SHAPES[12]]:
         new = 60 if shape.rows > 16 else 4
         batch = [Sequence(pieces, new), one(40), Sequence(pieces[1:], 2)]
         for window in (None, 75):
@@ -330,6 +330,9 @@ def test_sums_are_put_aside(shape: Shape, library: emulator.Library) -> None:
         World(shape, batch, group=2, window=190).compare(library, grid, stretch=stretch, stops=[130, 450], seed=grid)
     commons = [Common([0, 1, 3], 0, 208)]
     World(shape, batch, commons=commons).compare(library, 2, stretch=1)
+    # Also where the next tile is of a span that has moved by more or less.
+    moved = Sequence([Span(0, 64, 500), Span(0, 60, 40), Span(5, 70)], 20 if shape.rows > 16 else 2)
+    World(shape, [moved, one(90)], rope=(16, True)).compare(library, 2, stretch=1)
 
 
 def test_long_sums_lose_little(library: emulator.Library) -> None:
