@@ -153,6 +153,41 @@ def test_queries_next_to_nothing(shape: Shape, library: emulator.Library) -> Non
     world.compare(library, 3)
 
 
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], SHAPES[23], FROM_V[0]], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("size", [2.0**-24, 2.0**24])
+def test_queries_of_any_size(shape: Shape, size: float, library: emulator.Library) -> None:
+    """Float queries that no f16 is as small or as large as."""
+    World(shape, [one(17, 2), one(70)], query_size=size).compare(library, 3)
+
+
+UNSEEN = [SHAPES[number] for number in (1, 3, 8, 9, 11, 12, 15, 19, 21, 34)]
+"""Every engine, over values that may be infinite or NaN; rows of V with an odd number of 8 elements among them."""
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("shape", UNSEEN, ids=lambda shape: shape.name)
+def test_what_a_query_does_not_see_may_be_anything(shape: Shape, window: int | None, library: emulator.Library) -> None:
+    """Values that other queries of its block see are infinite or NaN: their results are not finite, and its are right."""
+    group = 1 if shape.dim > 256 else 3
+    new, last = (30, 8) if shape.rows > 16 else (15 // group, shape.v_dim - 1)
+    world = World(shape, [one(150, new)], group=group, kv_heads=1, window=window)
+    spoilt = [(149, 0, np.nan), (148, 1, np.inf), (147, 6, -np.inf), (147, 7, np.nan), (146, last, np.nan)]
+    if window is not None:
+        # Which later queries no longer see.
+        spoilt += [(150 - new - 38, 2, np.nan), (150 - new - 37, 3, np.inf)]
+    for token, column, number in spoilt:
+        # As a key what is infinite makes scores so.
+        world.spoil(token, column, np.nan if shape.v_in_k else number)
+    out, lse = world.attend(library, 3)
+    with np.errstate(invalid="ignore"):
+        right, right_lse = world.expected()
+    finite = np.isfinite(right)
+    assert 0.4 < finite.mean() < 1
+    np.testing.assert_array_equal(np.isfinite(out.astype(np.float64)), finite)
+    np.testing.assert_allclose(out[finite].astype(np.float64), right[finite], rtol=0, atol=world.tolerance)
+    np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, world.tolerance))
+
+
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("window", [None, 1, 37, 100])
 def test_pages_and_windows(page_size: int, window: int | None, library: emulator.Library) -> None:
@@ -195,7 +230,7 @@ def test_pages_and_queries_far_apart(shape: Shape, library: emulator.Library) ->
 @pytest.mark.parametrize("rope", [None, (32, False), (16, True), (32, True)])
 def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None:
     """After dropped tokens a sequence has several spans, which begin and end inside pages and have moved."""
-    pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(2, 11, 500), Span(3, 1, 7), Span(0, 70)]
+    pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(2, 11, 500), Span(3, 1, 7), Span(1, 70)]
     for shape in [*BY_SHARE, SHAPES[12]]:
         new = 60 if shape.rows > 16 else 4
         batch = [Sequence(pieces, new), one(40), Sequence(pieces[1:], 2)]

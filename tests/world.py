@@ -219,6 +219,8 @@ class World:
     commons: list[Common] = field(default_factory=list)
     mean: float = 0.0
     """Of the stored rows."""
+    query_size: float = 1.0
+    """Queries are larger by this factor, which the scale of scores takes back."""
     pitch: int = 0
     """Bytes from block to block, and from token to token of the queries, at least. Memory between them is not poisoned."""
     keep: list[Guarded] = field(default_factory=list)
@@ -272,7 +274,8 @@ class World:
         self.first_spans = starts
         self.tokens = sum(sequence.new for sequence in self.sequences)
         q_heads = heads * self.group
-        q = rng.standard_normal((self.tokens, q_heads, self.shape.dim)).astype(DTYPES[self.shape.q])
+        q = self.query_size * rng.standard_normal((self.tokens, q_heads, self.shape.dim))
+        q = q.astype(DTYPES[self.shape.q])
         self.q = self.apart(q) if self.pitch else self.filled(q)
         self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
 
@@ -321,6 +324,27 @@ class World:
                 self.table.array[other, pages] = self.table.array[first, pages]
                 self.keys[other][tokens] = self.keys[first][tokens]
                 self.values[other][tokens] = self.values[first][tokens]
+
+    def spoil(self, token: int, column: int, number: float) -> None:
+        """Makes an element of V of the first sequence, which has one span, infinite or NaN. For all heads."""
+        page, plane = self.page_size, self.v_plane
+        tier, block = divmod(int(self.table.array[0, token // page]), 1 << 30)
+        for head in range(self.kv_heads):
+            start = block * self.block_bytes + plane.offset + (head * page + token % page) * plane.row_bytes
+            row = self.arenas[tier].array[start : start + plane.row_bytes]
+            row.view(DTYPES[self.kinds[-1][0]])[column] = number
+            self.values[0][token, head, column] = number
+            if self.shape.v_in_k:
+                self.keys[0][token, head, column] = number
+
+    @property
+    def scale(self) -> float:
+        return float(self.shape.dim**-0.5 / self.query_size)
+
+    @property
+    def tolerance(self) -> float:
+        """Accuracy is that of the queries' type."""
+        return {"F32": 3e-5, "F16": 2e-3, "BF16": 2e-2}[self.shape.q]
 
     @property
     def set_heads(self) -> int:
@@ -449,10 +473,10 @@ class World:
             sets=self.kv_heads * self.sets,
             group=self.set_heads,
             set_shift=int(math.log2(self.sets)),
-            window=1 << 30 if self.window is None else self.window,
+            window=_core.TOKENS_MAX if self.window is None else self.window,
             division=division,
             stretch=stretch,
-            scale=self.shape.dim**-0.5 * (math.log2(math.e) if self.softcap is None else 1 / self.softcap),
+            scale=self.scale * (math.log2(math.e) if self.softcap is None else 1 / self.softcap),
             softcap=0.0 if self.softcap is None else self.softcap * math.log2(math.e),
             sinks=self.sink_logits.address if self.sinks else None,
             angles=self.angles.address if self.rope else None,
@@ -509,7 +533,7 @@ class World:
                     q = self.q.array[token, head].astype(np.float64)
                     turned = np.stack([self.turned(q, spans[t].offset_for(position)) for t in seen])
                     k = keys[seen, head // self.group].astype(np.float64)
-                    scores = (turned * k).sum(1) * self.shape.dim**-0.5
+                    scores = (turned * k).sum(1) * self.scale
                     if self.softcap is not None:
                         scores = self.softcap * np.tanh(scores / self.softcap)
                     weights = np.exp(scores - scores.max())
@@ -535,12 +559,10 @@ class World:
     def compare(self, library: emulator.Library, grid: int, **options: Any) -> None:
         out, lse = self.attend(library, grid, **options)
         right, right_lse = self.expected()
-        # Accuracy is that of the queries' type.
-        tolerance = {"F32": 3e-5, "F16": 2e-3, "BF16": 2e-2}[self.shape.q]
         # For 16-bit queries, keys derived from values are f16.
         of_scores = 4 if self.shape.k_from_v else 10
-        np.testing.assert_allclose(out.astype(np.float64), right, rtol=0, atol=tolerance)
-        np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, tolerance / of_scores))
+        np.testing.assert_allclose(out.astype(np.float64), right, rtol=0, atol=self.tolerance)
+        np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, self.tolerance / of_scores))
 
 
 def check_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library, pitch: int = 0) -> None:
