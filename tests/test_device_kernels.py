@@ -248,6 +248,10 @@ def test_sinks(rope: tuple[int, bool] | None, sight: Sight, library: emulator.Li
         batch = [one(40), Sequence([*sinks, Span(70, 90)], new), Sequence([sinks[1], Span(0, 50, 7), Span(0, 30)], 2)]
         for window in (None, 25):
             World(shape, batch, rope=rope, window=window).compare(library, 6)
+        # A span whose offset is the number of the angles of the one before, if that trails.
+        world = World(shape, [Sequence([Span(0, 21, 2, sight, 60), Span(5, 70, 2)], new)], rope=rope)
+        assert (world.spans.array["offset"] == 2).all()
+        world.compare(library, 1)
 
 
 @pytest.mark.parametrize("rope", [None, (24, False), (16, True), (32, True)])
@@ -315,6 +319,15 @@ def test_bits_depend_on_the_sequence_alone(shape: Shape, prefill: Shape, library
         again, again_lse = among.attend(library, grid, division=division, seed=seed)
         np.testing.assert_array_equal(again[:2], out)
         np.testing.assert_array_equal(again_lse[:2], lse)
+
+
+@pytest.mark.parametrize("window", [None, 200, 100])
+def test_runs_of_several_spans(window: int | None, library: emulator.Library) -> None:
+    """A span that ends where a run does, and spans before the window, which have no runs."""
+    batch = [Sequence([Span(0, 4096), Span(9, 150), Span(0, 70)], 2), one(40)]
+    world = World(SHAPES[10], batch, kv_heads=1, group=1, window=window)
+    for division in (Division.RUNS, Division.UNITS):
+        world.compare(library, 3, division=division)
 
 
 @pytest.mark.parametrize("shape", [*BY_SHARE, SHAPES[12]], ids=lambda shape: shape.name)
