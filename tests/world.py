@@ -326,14 +326,16 @@ class World:
                 self.values[other][tokens] = self.values[first][tokens]
 
     def spoil(self, token: int, column: int, number: float) -> None:
-        """Makes an element of V of the first sequence, which has one span, infinite or NaN. For all heads."""
+        """Makes an element of V of the first sequence, which has one span, infinite or NaN. For all heads. Where V is a part of
+        K, it may be one of K."""
         page, plane = self.page_size, self.v_plane
         tier, block = divmod(int(self.table.array[0, token // page]), 1 << 30)
         for head in range(self.kv_heads):
             start = block * self.block_bytes + plane.offset + (head * page + token % page) * plane.row_bytes
             row = self.arenas[tier].array[start : start + plane.row_bytes]
             row.view(DTYPES[self.kinds[-1][0]])[column] = number
-            self.values[0][token, head, column] = number
+            if column < self.shape.v_dim:
+                self.values[0][token, head, column] = number
             if self.shape.v_in_k:
                 self.keys[0][token, head, column] = number
 
