@@ -73,6 +73,8 @@ SHAPES = [
     Shape("FromV", "Q5_0", "F32", 64, 64, "wide"),
     Shape("Q8_0", "Q4_0", "BF16", 128, 128, "deterministic"),
     Shape("F32", "PartOfK", "F32", 320, 256, "cores"),
+    Shape("Q8_0", "PartOfK", "F16", 96, 64, "few"),
+    Shape("Nvfp4", "PartOfK", "F32", 96, 64, "deterministic"),
 ]
 FROM_V = [shape for shape in SHAPES if shape.k_from_v]
 FOLDED = [
