@@ -328,7 +328,7 @@ class World:
                 self.values[other][tokens] = self.values[first][tokens]
 
     def spoil(self, token: int, column: int, number: float) -> None:
-        """Makes an element of V of the first sequence, which has one span, infinite or NaN. For all heads. Where V is a part of
+        """Makes an element of V infinite or NaN, in all heads of the first sequence, which has one span. Where V is a part of
         K, it may be one of K."""
         page, plane = self.page_size, self.v_plane
         tier, block = divmod(int(self.table.array[0, token // page]), 1 << 30)
