@@ -72,6 +72,9 @@ SHAPES = [
     Shape("Q5_0", "Q4_0", "BF16", 32, 64, "stacked"),
     Shape("FromV", "Q5_0", "F32", 64, 64, "wide"),
     Shape("Q8_0", "Q4_0", "BF16", 128, 128, "deterministic"),
+    Shape("F32", "PartOfK", "F32", 320, 256, "cores"),
+    Shape("Q8_0", "PartOfK", "F16", 96, 64, "few"),
+    Shape("Nvfp4", "PartOfK", "F32", 96, 64, "deterministic"),
 ]
 FROM_V = [shape for shape in SHAPES if shape.k_from_v]
 FOLDED = [
@@ -153,11 +156,71 @@ def test_queries_next_to_nothing(shape: Shape, library: emulator.Library) -> Non
     world.compare(library, 3)
 
 
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], SHAPES[23], FROM_V[0]], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("size", [2.0**-24, 2.0**24])
+def test_queries_of_any_size(shape: Shape, size: float, library: emulator.Library) -> None:
+    """Float queries that no f16 is as small or as large as."""
+    World(shape, [one(17, 2), one(70)], query_size=size).compare(library, 3)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[9]], ids=lambda shape: shape.name)
+def test_a_maximum_that_rises_for_one_query_alone(shape: Shape, library: emulator.Library) -> None:
+    """Then weights relative to the one before are beyond f16, and the warp has to notice whose row it is."""
+    world = World(shape, [one(300)], group=16, kv_heads=1)
+    queries = 6 * world.q.array
+    for head in range(16):
+        world.q.array[...] = 0
+        world.q.array[:, head] = queries[:, head]
+        world.compare(library, 1)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[21], SHAPES[36]], ids=lambda shape: shape.name)
+def test_scores_that_are_all_minus_infinity(shape: Shape, library: emulator.Library) -> None:
+    """A result is 0 then, as if nothing was seen."""
+    world = World(shape, [one(20, 2)], kv_heads=1, group=2)
+    for token in range(20):
+        world.spoil(token, shape.v_dim + 1, -np.inf)
+    world.q.array[..., shape.v_dim + 1] = 1
+    out, lse = world.attend(library, 1)
+    assert not out.any()
+    assert (lse == -np.inf).all()
+
+
+UNSEEN = [SHAPES[number] for number in (1, 3, 8, 9, 11, 12, 15, 19, 21, 34)]
+"""Every engine, over values that may be infinite or NaN; rows of V with an odd number of 8 elements among them."""
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("shape", UNSEEN, ids=lambda shape: shape.name)
+def test_what_a_query_does_not_see_may_be_anything(shape: Shape, window: int | None, library: emulator.Library) -> None:
+    """Values that other queries of its block see are infinite or NaN: their results are not finite, and its are right."""
+    group = 1 if shape.dim > 256 else 3
+    new, last = (30, 8) if shape.rows > 16 else (15 // group, shape.v_dim - 1)
+    world = World(shape, [one(153, new)], group=group, kv_heads=1, window=window)
+    # 152 is in the second half of the rows of a product, the others in the first.
+    spoilt = [(152, 16, np.nan), (151, 1, np.inf), (150, 6, -np.inf), (150, 7, np.nan), (149, last, np.nan)]
+    if window is not None:
+        # Which later queries no longer see.
+        spoilt += [(153 - new - 38, 2, np.nan), (153 - new - 37, 3, np.inf)]
+    for token, column, number in spoilt:
+        # As a key what is infinite makes scores so.
+        world.spoil(token, column, np.nan if shape.v_in_k else number)
+    out, lse = world.attend(library, 3)
+    with np.errstate(invalid="ignore"):
+        right, right_lse = world.expected()
+    finite = np.isfinite(right)
+    assert 0.4 < finite.mean() < 1
+    np.testing.assert_array_equal(np.isfinite(out.astype(np.float64)), finite)
+    np.testing.assert_allclose(out[finite].astype(np.float64), right[finite], rtol=0, atol=world.tolerance)
+    np.testing.assert_allclose(lse, right_lse, rtol=0, atol=max(1e-4, world.tolerance))
+
+
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("window", [None, 1, 37, 100])
 def test_pages_and_windows(page_size: int, window: int | None, library: emulator.Library) -> None:
     for shape in BY_SHARE:
-        batch = [one(300, 3), one(5), one(64, 2), one(129, 70 if shape.rows > 16 else 1)]
+        # With a window of 37 the last two see from places 65 and 64 on: one row behind the border of a tile, and on it.
+        batch = [one(300, 3), one(5), one(64, 2), one(129, 70 if shape.rows > 16 else 1), one(102), one(102, 2)]
         World(shape, batch, page_size=page_size, window=window).compare(library, 7)
 
 
@@ -169,11 +232,33 @@ def test_any_grid_and_any_order(grid: int, library: emulator.Library) -> None:
         World(SHAPES[1], batch, seed=seed).compare(library, grid, seed=seed)
 
 
+def test_more_parts_than_a_thread_reads_at_once(library: emulator.Library) -> None:
+    """A thread asks for 17 parts at a time when it merges them."""
+    World(SHAPES[1], [one(2300)], kv_heads=1, group=1).compare(library, 40)
+
+
+def test_more_blocks_of_queries_than_a_warp_has_lanes(library: emulator.Library) -> None:
+    """Lanes look at every second or third block of the list, and then at those between."""
+    for count in (33, 70):
+        World(SHAPES[1], [one(1 + 3 * i) for i in range(count)], kv_heads=1, group=1, sets=1).compare(library, 11)
+
+
+FAR = (1 << 30) + 4096
+"""So many bytes apart, the third and the fifth thing lie beyond what 31 and 32 bits count."""
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[9], SHAPES[12]], ids=lambda shape: shape.name)
+def test_pages_and_queries_far_apart(shape: Shape, library: emulator.Library) -> None:
+    world = World(shape, [one(200, 5)], page_size=64, pitch=FAR, kv_heads=1, group=1, seed=1)
+    assert {2, 4} <= set((world.table.array[0, :4] % (1 << 30)).tolist())
+    world.compare(library, 2)
+
+
 @pytest.mark.parametrize("rope", [None, (32, False), (16, True), (32, True)])
 def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None:
     """After dropped tokens a sequence has several spans, which begin and end inside pages and have moved."""
-    pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(3, 1, 7), Span(0, 70)]
-    for shape in BY_SHARE:
+    pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(2, 11, 500), Span(3, 1, 7), Span(1, 70)]
+    for shape in [*BY_SHARE, SHAPES[12]]:
         new = 60 if shape.rows > 16 else 4
         batch = [Sequence(pieces, new), one(40), Sequence(pieces[1:], 2)]
         for window in (None, 75):
@@ -190,6 +275,10 @@ def test_sinks(rope: tuple[int, bool] | None, sight: Sight, library: emulator.Li
         batch = [one(40), Sequence([*sinks, Span(70, 90)], new), Sequence([sinks[1], Span(0, 50, 7), Span(0, 30)], 2)]
         for window in (None, 25):
             World(shape, batch, rope=rope, window=window).compare(library, 6)
+        # A span whose offset is the number of the angles of the one before, if that trails.
+        world = World(shape, [Sequence([Span(0, 21, 2, sight, 60), Span(5, 70, 2)], new)], rope=rope)
+        assert (world.spans.array["offset"] == 2).all()
+        world.compare(library, 1)
 
 
 @pytest.mark.parametrize("rope", [None, (24, False), (16, True), (32, True)])
@@ -259,6 +348,15 @@ def test_bits_depend_on_the_sequence_alone(shape: Shape, prefill: Shape, library
         np.testing.assert_array_equal(again_lse[:2], lse)
 
 
+@pytest.mark.parametrize("window", [None, 200, 100])
+def test_runs_of_several_spans(window: int | None, library: emulator.Library) -> None:
+    """A span that ends where a run does, and spans before the window, which have no runs."""
+    batch = [Sequence([Span(0, 4096), Span(9, 150), Span(0, 70)], 2), one(40)]
+    world = World(SHAPES[10], batch, kv_heads=1, group=1, window=window)
+    for division in (Division.RUNS, Division.UNITS):
+        world.compare(library, 2, division=division)
+
+
 @pytest.mark.parametrize("shape", [*BY_SHARE, SHAPES[12]], ids=lambda shape: shape.name)
 def test_launches_go_on_where_others_have_stopped(shape: Shape, library: emulator.Library) -> None:
     """Anywhere: inside tiles, inside spans that every query sees, after windows."""
@@ -307,6 +405,9 @@ def test_sums_are_put_aside(shape: Shape, library: emulator.Library) -> None:
         World(shape, batch, group=2, window=190).compare(library, grid, stretch=stretch, stops=[130, 450], seed=grid)
     commons = [Common([0, 1, 3], 0, 208)]
     World(shape, batch, commons=commons).compare(library, 2, stretch=1)
+    # Also where the next tile is of a span that has moved by more or less.
+    moved = Sequence([Span(0, 64, 500), Span(0, 60, 40), Span(5, 70)], 20 if shape.rows > 16 else 2)
+    World(shape, [moved, one(90)], rope=(16, True)).compare(library, 2, stretch=1)
 
 
 def test_long_sums_lose_little(library: emulator.Library) -> None:
@@ -330,6 +431,11 @@ def test_whole_units(grid: int, library: emulator.Library) -> None:
 @pytest.mark.parametrize("page_size", [8, 64])
 def test_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library) -> None:
     check_append(formats, page_size, library)
+
+
+@pytest.mark.parametrize("formats", [APPENDS[0], APPENDS[4]], ids="_".join)
+def test_append_to_pages_far_apart(formats: tuple[str, str, str], library: emulator.Library) -> None:
+    check_append(formats, 8, library, pitch=FAR // 2)
 
 
 BROKEN = {

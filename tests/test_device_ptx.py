@@ -19,7 +19,7 @@ from pagoda.kernels.arguments import Division, Sight
 from test_device_kernels import APPENDS, LENGTHS, SHAPES
 from world import Common, Sequence, Shape, Span, World, check_append, compiled, one
 
-AT_ONCE = {ptx.ARCH: (1, 9, 18, 19, 30, 38, 46), "compute_120": (13, 24, 34)}
+AT_ONCE = {ptx.ARCH: (1, 9, 18, 19, 30, 38, 46, 54), "compute_120": (13, 24, 34)}
 """Indices of shapes by architecture: from compute_100 on NVRTC emits other instructions. They cover every engine and most
 formats; compiling all shapes takes minutes."""
 
