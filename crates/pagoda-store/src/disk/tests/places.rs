@@ -242,6 +242,8 @@ fn hostile_places_are_refused() {
     assert!(refused("no/such").contains("No such file"));
     std::fs::write(path("file"), b"").unwrap();
     assert!(refused("file").contains("Not a directory"));
+    mknodat(CWD, path("fifo"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    assert!(refused("fifo").contains("Not a directory"), "at once");
     open(&Folder::open(&path("good")).unwrap()).unwrap();
     assert_eq!(std::fs::metadata(path("good")).unwrap().permissions().mode() & 0o777, 0o700);
     for name in ["pages", "index"] {
@@ -250,12 +252,17 @@ fn hostile_places_are_refused() {
     }
     symlink(path("good"), path("link")).unwrap();
     assert!(refused("link").contains("a link"));
-    rights("good", 0o770);
-    assert!(refused("good").contains("mode 770"));
-    rights("good", 0o700);
+    for (mode, shown) in [(0o770, "mode 770"), (0o720, "mode 720"), (0o702, "mode 702")] {
+        rights("good", mode);
+        assert!(refused("good").contains(shown));
+    }
+    rights("good", 0o755);
+    open(&Folder::open(&path("good")).unwrap()).unwrap();
     for name in ["good/pages", "good/index"] {
-        rights(name, 0o640);
-        assert!(refused("good").contains("mode 640"));
+        for (mode, shown) in [(0o640, "mode 640"), (0o604, "mode 604")] {
+            rights(name, mode);
+            assert!(refused("good").contains(shown));
+        }
         rights(name, 0o600);
         std::fs::rename(path(name), path("aside")).unwrap();
         symlink(path("aside"), path(name)).unwrap();
