@@ -495,13 +495,18 @@ mod tests {
     fn a_file_of_several_pieces_is_what_was_written() {
         let place = std::env::temp_dir().join(format!("pagoda-pieces-{}", std::process::id()));
         let folder = Folder::open(&place).unwrap();
-        for len in [2 * IO_BYTES_MAX, 2 * IO_BYTES_MAX + 5] {
+        let mut counts = Vec::new();
+        for len in [1, 2 * IO_BYTES_MAX, 2 * IO_BYTES_MAX + 5] {
             let bytes: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
+            let before = folder.pulse.answered();
             folder.replace("index", &bytes).unwrap();
             assert!(folder.read("index", len as u64).unwrap().unwrap() == bytes);
+            counts.push(folder.pulse.answered() - before);
             assert_eq!(folder.read("index", len as u64 - 1).unwrap_err().kind(), ErrorKind::FileTooLarge);
         }
         assert_eq!(folder.pulse.awaited(), None);
+        let first = counts[0];
+        assert_eq!(counts, [first, first + 2, first + 4], "a slow drive answers for each piece");
         std::fs::remove_dir_all(&place).unwrap();
     }
 
@@ -513,6 +518,7 @@ mod tests {
         for uring in [false, folder.access.uring] {
             let file = folder.with(Access { uring, ..Access::default() }).scratch().unwrap();
             let mut lane = file.lane().unwrap();
+            assert_eq!(format!("{lane:?}").starts_with("Ring"), uring, "as is said");
             let mut run = |kind, bytes: &mut [u8]| {
                 let pieces = (0..).step_by(8).zip(bytes.chunks_mut(8));
                 let mut ops: Vec<_> = pieces.map(|(at, piece)| Op::new(kind, at, piece)).collect();
@@ -534,7 +540,7 @@ mod tests {
         let place = std::env::temp_dir().join(format!("pagoda-zeros-{}", std::process::id()));
         let folder = Folder::open(&place).unwrap();
         type Zero = fn(&OnDisk, Range<u64>) -> io::Result<()>;
-        for zero in [<OnDisk as File>::zero as Zero, OnDisk::write_zeros] {
+        for (zero, makes_holes) in [(<OnDisk as File>::zero as Zero, true), (OnDisk::write_zeros, false)] {
             let fd = Arc::new(folder.nameless().unwrap());
             let (own, pulse) = (fd.clone(), Arc::default());
             let file = OnDisk { fd: own, uring: false, place: None, pulse };
@@ -547,7 +553,16 @@ mod tests {
             assert_eq!(rustix::io::pread(&*fd, &mut bytes, 0).unwrap(), len, "it grows no file");
             bytes.pop();
             assert!((0..).zip(bytes).all(|(at, byte)| byte == if range.contains(&at) { 0 } else { 7 }));
+            let blocks = || fs::fstat(&fd).unwrap().st_blocks;
+            let taken = blocks();
+            if file.punch(&range).unwrap() {
+                assert_eq!(blocks() == taken, makes_holes, "space is given back where that is possible");
+            }
         }
+        // Past the cache of the system, writes are aligned, and somebody may have cut the file short.
+        let file = folder.pages(folder.nameless().unwrap(), None).unwrap();
+        fs::ftruncate(&file.fd, ALIGN + 5).unwrap();
+        file.write_zeros(0..4 * ALIGN).unwrap();
         std::fs::remove_dir(&place).unwrap();
     }
 
@@ -558,6 +573,79 @@ mod tests {
         // Files of procfs have none.
         let fd = fs::open("/proc/self/comm", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).unwrap();
         assert!(!punch(&fd, &(0..ALIGN)).unwrap());
+    }
+
+    /// Otherwise pages would go a slower way, and nobody would notice.
+    #[test]
+    fn what_works_is_found_and_what_does_not_has_a_reason() {
+        let place = std::env::temp_dir().join(format!("pagoda-found-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap();
+        let (file, memory) = (folder.nameless().unwrap(), Slab::new(ALIGN as usize).unwrap());
+        // SAFETY: the slab is this function's alone, and nobody writes to it.
+        let page = unsafe { std::slice::from_raw_parts(memory.base(), ALIGN as usize) };
+        let direct = set_direct(&file).is_ok() && rustix::io::pwrite(&file, page, 0).is_ok();
+        let Access { direct: found, uring, refused } = folder.access();
+        assert_eq!((found, uring), (direct, ring(Arc::new(file)).is_ok()));
+        let why = |start: &str| refused.iter().any(|reason| reason.starts_with(start));
+        assert_eq!((why("O_DIRECT: "), why("io_uring: ")), (!direct, !uring), "{refused:?}");
+        std::fs::remove_dir(&place).unwrap();
+    }
+
+    /// Takes writes, and does none of them.
+    #[derive(Debug)]
+    struct Deaf(Psync);
+
+    impl Lane for Deaf {
+        fn run(&mut self, ops: &mut [Op<'_>]) {
+            let (writes, reads): (Vec<_>, Vec<_>) = ops.iter_mut().partition(|op| op.kind == Kind::Write);
+            writes.into_iter().for_each(|op| assert!(op.advance(Ok(ALIGN as usize))));
+            reads.into_iter().for_each(|op| self.0.run(std::slice::from_mut(op)));
+        }
+    }
+
+    #[test]
+    fn a_way_that_loses_bytes_or_fails_is_refused() {
+        let place = std::env::temp_dir().join(format!("pagoda-deaf-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap();
+        let file = Arc::new(folder.nameless().unwrap());
+        let lost = folder.round_trip(&file, &mut Deaf(Psync(file.clone()))).unwrap_err();
+        assert_eq!(lost.to_string(), "what was written is not what was read");
+        let closed_to_writes =
+            fs::open("/dev/zero", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).unwrap();
+        let failed = folder.round_trip(&file, &mut Psync(Arc::new(closed_to_writes))).unwrap_err();
+        assert_eq!(failed.raw_os_error(), Some(rustix::io::Errno::BADF.raw_os_error()));
+        std::fs::remove_dir(&place).unwrap();
+    }
+
+    /// Otherwise a program that outlives the process would keep its lock, and the space of files without a name.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn programs_that_are_started_meanwhile_have_none_of_the_files() {
+        let place = std::env::temp_dir().join(format!("pagoda-programs-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap();
+        let _open =
+            (folder.lock("pages").unwrap(), folder.scratch().unwrap(), folder.replace("index", b"").unwrap());
+        let files = |process: u32| {
+            let of = format!("/proc/{process}/fd");
+            let listed =
+                std::process::Command::new("ls").args(["-l", &of, "/proc/self/fd"]).output().unwrap();
+            String::from_utf8(listed.stdout).unwrap().matches(place.to_str().unwrap()).count()
+        };
+        assert_eq!(files(std::process::id()), 4, "those of this process: three files and the directory");
+        std::fs::remove_dir_all(&place).unwrap();
+    }
+
+    #[test]
+    fn space_is_in_bytes() {
+        let place = std::env::temp_dir();
+        let (free, all) = space_in(&place, &Pulse::default()).unwrap();
+        let df = std::process::Command::new("df").arg("-Pk").arg(&place).output().unwrap();
+        let df = String::from_utf8(df.stdout).unwrap();
+        let kib =
+            |column: usize| df.lines().nth(1).unwrap().split_whitespace().nth(column).unwrap().parse::<u64>();
+        assert_eq!(all, kib(1).unwrap() << 10);
+        // Others write at the same time.
+        assert!(free.abs_diff(kib(3).unwrap() << 10) <= all / 8, "{free} of {all}: {df}");
     }
 
     #[cfg(target_os = "linux")]
