@@ -124,4 +124,27 @@ mod tests {
             }
         }
     }
+
+    /// As by Ctrl-Z and `fg`.
+    #[test]
+    fn a_process_that_is_stopped_while_it_waits_goes_on() {
+        let (reader, mut writer) = io::pipe().unwrap();
+        let Ok(mut ring) = Ring::new(Arc::new(reader.into())) else { return };
+        let mut bytes = [0; 8];
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| {
+                let mut ops = [Op::new(Kind::Read, 0, &mut bytes)];
+                ring.run(&mut ops);
+                ops.map(Op::outcome)
+            });
+            // Most probably it waits by then.
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            // The kernel reports an interruption only when the same call has submitted nothing: not the first.
+            let script = "for n in 1 2; do kill -STOP $PPID; sleep 0.01; kill -CONT $PPID; sleep 0.01; done";
+            assert!(std::process::Command::new("sh").args(["-c", script]).status().unwrap().success());
+            io::Write::write_all(&mut writer, &[7; 8]).unwrap();
+            assert!(waiting.join().unwrap().iter().all(Result::is_ok));
+        });
+        assert_eq!(bytes, [7; 8]);
+    }
 }
