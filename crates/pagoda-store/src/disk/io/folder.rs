@@ -569,10 +569,15 @@ mod tests {
     /// Otherwise bytes that are to be zeroed would stay.
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_file_system_without_holes_is_known_as_such() {
+    fn whether_a_file_system_has_holes_is_known() {
         // Files of procfs have none.
         let fd = fs::open("/proc/self/comm", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).unwrap();
         assert!(!punch(&fd, &(0..ALIGN)).unwrap());
+        let place = std::env::temp_dir().join(format!("pagoda-holes-{}", std::process::id()));
+        let fd = Folder::open(&place).unwrap().nameless().unwrap();
+        let flags = fs::FallocateFlags::PUNCH_HOLE | fs::FallocateFlags::KEEP_SIZE;
+        assert_eq!(punch(&fd, &(0..ALIGN)).unwrap(), fs::fallocate(&fd, flags, 0, ALIGN).is_ok());
+        std::fs::remove_dir(&place).unwrap();
     }
 
     /// Otherwise pages would go a slower way, and nobody would notice.
