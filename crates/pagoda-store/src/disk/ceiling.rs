@@ -78,7 +78,9 @@ fn in_parts(
 mod tests {
     use super::*;
     use crate::disk::io::fault::{Fault, FaultyDisk};
-    use crate::disk::io::{Access, Directory, Folder};
+    use crate::disk::io::{Access, Directory, Folder, Lane};
+    use std::ops::Range;
+    use std::sync::{Arc, Mutex};
 
     #[test]
     fn all_is_written_and_one_part_is_read_at_least() {
@@ -129,6 +131,64 @@ mod tests {
                 matches!(timed, Err(Error::Io { operation: "timing the disk", .. })),
                 "after {after}: {timed:?}"
             );
+        }
+    }
+
+    /// Does nothing in no time, and notes what it was asked for, in order: pieces, and what it was to forget.
+    #[derive(Clone, Debug, Default)]
+    struct Noting(Arc<Mutex<Vec<(Kind, u64)>>>, Arc<Mutex<Vec<Range<u64>>>>);
+
+    impl Lane for Noting {
+        fn run(&mut self, ops: &mut [Op<'_>]) {
+            self.0.lock().unwrap().extend(ops.iter().map(|op| (op.kind, op.offset)));
+            ops.iter_mut().for_each(|op| assert!(op.advance(Ok(IO_BYTES_MAX))));
+        }
+    }
+
+    impl File for Noting {
+        fn size(&self) -> io::Result<u64> {
+            unreachable!()
+        }
+        fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
+            unreachable!()
+        }
+        fn sync(&self) -> io::Result<()> {
+            Ok(())
+        }
+        fn discard(&self, _: Range<u64>) -> io::Result<()> {
+            unreachable!()
+        }
+        fn zero(&self, _: Range<u64>) -> io::Result<()> {
+            unreachable!()
+        }
+        fn forget(&self, range: Range<u64>) -> io::Result<()> {
+            self.1.lock().unwrap().push(range);
+            Ok(())
+        }
+        fn lanes(&self) -> usize {
+            1
+        }
+        fn lane(&self) -> io::Result<Box<dyn Lane>> {
+            Ok(Box::new(self.clone()))
+        }
+    }
+
+    /// Past its end there is nothing to read, and it is read very fast.
+    #[test]
+    fn a_file_that_is_read_over_and_over_is_read_from_its_beginning_to_its_end() {
+        for (size, parts) in [(0, 1), (2 * PART_BYTES, 2)] {
+            let file = Noting::default();
+            let limit = Duration::from_millis(5);
+            let (bytes, _) = time_reads(&file, size, limit, &Pulse::default()).unwrap();
+            let (asked, forgotten) = (file.0.lock().unwrap(), file.1.lock().unwrap());
+            let order = |kind| (0..parts * PART_BYTES).step_by(IO_BYTES_MAX).map(move |at| (kind, at));
+            let pieces = (bytes / IO_BYTES_MAX as u64) as usize;
+            assert!(
+                order(Kind::Write).chain(order(Kind::Read).cycle().take(pieces)).eq(asked.iter().copied())
+            );
+            let read = (0..parts).map(|part| part * PART_BYTES..(part + 1) * PART_BYTES).cycle();
+            let all = std::iter::once(0..parts * PART_BYTES).chain(read);
+            assert!(all.take(1 + (bytes / PART_BYTES) as usize).eq(forgotten.iter().cloned()));
         }
     }
 }

@@ -136,7 +136,7 @@ impl<'a> Op<'a> {
     }
 
     /// Takes in the result of one system call; returns whether the operation has ended. Interrupted and short ones continue.
-    fn advance(&mut self, result: io::Result<usize>) -> bool {
+    pub(super) fn advance(&mut self, result: io::Result<usize>) -> bool {
         match result {
             Ok(0) if self.done < self.bytes.len() => {
                 self.outcome = Some(match self.kind {
