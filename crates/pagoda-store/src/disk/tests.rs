@@ -154,6 +154,37 @@ fn a_piece_of_several_megabytes_is_cut_into_ios() {
     assert_eq!(written.bytes_read, written.bytes_written - 3 * 4096, "headers are known");
 }
 
+#[test]
+fn neighbours_take_no_more_operations_than_one_page() {
+    let disk = FaultyDisk::default();
+    let store = scratch(&disk);
+    let mut lane = store.lane().unwrap();
+    let segment = |block: u32| geometry().slot(LARGE, BlockId::new(block)).segment;
+    let own = blocks(LARGE);
+    let pages: Vec<_> =
+        own.iter().filter(|&&block| segment(block) == segment(own[0])).map(|&b| (b, 1)).collect();
+    assert!(pages.len() > 1);
+    let mut count = |pages: &[(u32, u64)]| {
+        let start = disk.operations();
+        write(&mut lane, LARGE, pages).unwrap();
+        let written = disk.operations();
+        read(&mut lane, LARGE, pages, layers(LARGE)).unwrap();
+        [written - start, disk.operations() - written]
+    };
+    let (one, all) = (count(&pages[..1]), count(&pages));
+    assert!(all.iter().zip(&one).all(|(all, one)| all <= one), "{all:?}, and {one:?} for one");
+}
+
+/// Their headers are read, and those of the others are not needed.
+#[test]
+fn pages_that_were_read_before_come_back_with_others() {
+    let (disk, entries) = kept();
+    let mut lane = open(&disk).unwrap().0.lane().unwrap();
+    let pages: Vec<_> = entries[0].1.iter().map(|&((_, block), name)| (block, name)).collect();
+    read(&mut lane, LARGE, &pages[1..2], layers(LARGE)).unwrap();
+    read(&mut lane, LARGE, &pages, layers(LARGE)).unwrap();
+}
+
 type At = (GroupId, u32);
 
 /// Their checksums take more than one block of the drive.
