@@ -140,7 +140,7 @@ fn a_piece_of_several_megabytes_is_cut_into_ios() {
     let store = Arc::new(Store::scratch(&folder, geometry, FINGERPRINT, None).unwrap());
     let mut lane = store.lane().unwrap();
     let byte = |page: usize, at: u64| (at.wrapping_mul(31) >> 3) as u8 ^ page as u8;
-    let blocks: Vec<_> = (0..3).map(BlockId::new).collect();
+    let blocks: Vec<_> = (0..4).map(BlockId::new).collect();
     lane.write(LARGE, &blocks, |page, range, target| {
         target.iter_mut().zip(range).for_each(|(target, at)| *target = byte(page, at));
     })
@@ -150,8 +150,14 @@ fn a_piece_of_several_megabytes_is_cut_into_ios() {
     })
     .unwrap();
     let written = store.traffic();
-    assert_eq!(written.bytes_written, 3 * (4096 + 3_002_368 + (9 << 20)));
-    assert_eq!(written.bytes_read, written.bytes_written - 3 * 4096, "headers are known");
+    assert_eq!(written.bytes_written, 4 * (4096 + 3_002_368 + (9 << 20)));
+    assert_eq!(written.bytes_read, written.bytes_written - 4 * 4096, "headers are known");
+    for (page, block) in blocks.iter().enumerate() {
+        lane.read(LARGE, &[*block], 0..2, |_, range, source| {
+            assert!(source.iter().zip(range).all(|(&source, at)| source == byte(page, at)));
+        })
+        .unwrap();
+    }
 }
 
 #[test]
