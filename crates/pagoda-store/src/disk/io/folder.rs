@@ -491,10 +491,16 @@ fn require_ours(pulse: &Pulse, fd: &OwnedFd, denied: Mode, what: &str) -> io::Re
 mod tests {
     use super::*;
 
+    /// A directory of a test, which removes it.
+    fn made(test: &str) -> (PathBuf, Folder) {
+        let place = std::env::temp_dir().join(format!("pagoda-{test}-{}", std::process::id()));
+        let folder = Folder::open(&place).unwrap();
+        (place, folder)
+    }
+
     #[test]
     fn a_file_of_several_pieces_is_what_was_written() {
-        let place = std::env::temp_dir().join(format!("pagoda-pieces-{}", std::process::id()));
-        let folder = Folder::open(&place).unwrap();
+        let (place, folder) = made("pieces");
         let mut counts = Vec::new();
         for len in [1, 2 * IO_BYTES_MAX, 2 * IO_BYTES_MAX + 5] {
             let bytes: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
@@ -513,8 +519,7 @@ mod tests {
     /// More than are under way at once, one of them at the end of the file, and one past it.
     #[test]
     fn a_lane_runs_any_number_of_operations() {
-        let place = std::env::temp_dir().join(format!("pagoda-lanes-{}", std::process::id()));
-        let folder = Folder::open(&place).unwrap();
+        let (place, folder) = made("lanes");
         for uring in [false, folder.access.uring] {
             let file = folder.with(Access { uring, ..Access::default() }).scratch().unwrap();
             let mut lane = file.lane().unwrap();
@@ -537,8 +542,7 @@ mod tests {
 
     #[test]
     fn a_range_is_zeroed_with_holes_and_without() {
-        let place = std::env::temp_dir().join(format!("pagoda-zeros-{}", std::process::id()));
-        let folder = Folder::open(&place).unwrap();
+        let (place, folder) = made("zeros");
         type Zero = fn(&OnDisk, Range<u64>) -> io::Result<()>;
         for (zero, makes_holes) in [(<OnDisk as File>::zero as Zero, true), (OnDisk::write_zeros, false)] {
             let fd = Arc::new(folder.nameless().unwrap());
@@ -573,8 +577,8 @@ mod tests {
         // Files of procfs have none.
         let fd = fs::open("/proc/self/comm", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).unwrap();
         assert!(!punch(&fd, &(0..ALIGN)).unwrap());
-        let place = std::env::temp_dir().join(format!("pagoda-holes-{}", std::process::id()));
-        let fd = Folder::open(&place).unwrap().nameless().unwrap();
+        let (place, folder) = made("holes");
+        let fd = folder.nameless().unwrap();
         let flags = fs::FallocateFlags::PUNCH_HOLE | fs::FallocateFlags::KEEP_SIZE;
         assert_eq!(punch(&fd, &(0..ALIGN)).unwrap(), fs::fallocate(&fd, flags, 0, ALIGN).is_ok());
         std::fs::remove_dir(&place).unwrap();
@@ -583,8 +587,7 @@ mod tests {
     /// Otherwise pages would go a slower way, and nobody would notice.
     #[test]
     fn what_works_is_found_and_what_does_not_has_a_reason() {
-        let place = std::env::temp_dir().join(format!("pagoda-found-{}", std::process::id()));
-        let folder = Folder::open(&place).unwrap();
+        let (place, folder) = made("found");
         let (file, memory) = (folder.nameless().unwrap(), Slab::new(ALIGN as usize).unwrap());
         // SAFETY: the slab is this function's alone, and nobody writes to it.
         let page = unsafe { std::slice::from_raw_parts(memory.base(), ALIGN as usize) };
@@ -610,8 +613,7 @@ mod tests {
 
     #[test]
     fn a_way_that_loses_bytes_or_fails_is_refused() {
-        let place = std::env::temp_dir().join(format!("pagoda-deaf-{}", std::process::id()));
-        let folder = Folder::open(&place).unwrap();
+        let (place, folder) = made("deaf");
         let file = Arc::new(folder.nameless().unwrap());
         let lost = folder.round_trip(&file, &mut Deaf(Psync(file.clone()))).unwrap_err();
         assert_eq!(lost.to_string(), "what was written is not what was read");
@@ -626,8 +628,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn programs_that_are_started_meanwhile_have_none_of_the_files() {
-        let place = std::env::temp_dir().join(format!("pagoda-programs-{}", std::process::id()));
-        let folder = Folder::open(&place).unwrap();
+        let (place, folder) = made("programs");
         let _open =
             (folder.lock("pages").unwrap(), folder.scratch().unwrap(), folder.replace("index", b"").unwrap());
         let files = |process: u32| {
@@ -656,8 +657,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn pages_pass_the_cache_of_the_system_where_that_is_said() {
-        let place = std::env::temp_dir().join(format!("pagoda-direct-{}", std::process::id()));
-        let folder = Folder::open(&place).unwrap();
+        let (place, folder) = made("direct");
         let file = folder.pages(folder.nameless().unwrap(), None).unwrap();
         let flags = fs::fcntl_getfl(&*file.fd).unwrap();
         assert_eq!(flags.contains(OFlags::DIRECT), folder.access.direct, "{:?}", folder.access);
@@ -667,8 +667,7 @@ mod tests {
     /// As a child has it that is forked at that moment.
     #[test]
     fn a_lock_goes_with_its_file_although_somebody_else_has_that_open() {
-        let place = std::env::temp_dir().join(format!("pagoda-lock-{}", std::process::id()));
-        let folder = Folder::open(&place).unwrap();
+        let (place, folder) = made("lock");
         let created = || folder.create("pages", OFlags::empty()).unwrap();
         let lock = |fd: &OwnedFd| fs::flock(fd, FlockOperation::NonBlockingLockExclusive);
         let file = folder.pages(created(), Some(folder.place("pages"))).unwrap();
