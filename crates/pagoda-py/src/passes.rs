@@ -177,7 +177,7 @@ impl Upload {
         let stretch = if works().any(|work| work.by_runs) { RUN_ROWS } else { TILE.max(page_size) };
         let scanned = core.step_batch().enumerate().map(|(index, (_, new_tokens))| {
             let all = step.spans(core, index, id);
-            let length: u32 = all.iter().map(|span| span.count).sum();
+            let length = step.length(core, index, id);
             let low = self.first_seen(core, step, id, index);
             // No queries, no work.
             let spans = if low.is_some() { all } else { &[] };

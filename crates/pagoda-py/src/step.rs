@@ -43,6 +43,11 @@ impl StepState {
         &self.spans[self.ranges[group.index() * core.step_batch().len() + index].clone()]
     }
 
+    /// Tokens of these spans.
+    pub(crate) fn length(&self, core: &pagoda_core::Cache, index: usize, group: GroupId) -> u32 {
+        self.spans(core, index, group).iter().map(|span| span.count).sum()
+    }
+
     /// The table of the sequence at place `index` of the batch.
     pub(crate) fn table<'a>(
         &'a self,

@@ -217,7 +217,7 @@ impl Upload {
         index: usize,
     ) -> Option<u32> {
         let new_tokens = step.bounds()[index + 1] - step.bounds()[index];
-        let length: u32 = step.spans(core, index, id).iter().map(|span| span.count).sum();
+        let length = step.length(core, index, id);
         let first =
             |window: Option<u32>| window.map_or(0, |window| (length - new_tokens + 1).saturating_sub(window));
         let works = self.works_of(id).filter(|(_, work)| work.takes(new_tokens));
@@ -235,7 +235,7 @@ impl Upload {
         let of_sequence = |index: usize| {
             let Some(first) = self.first_seen(core, step, id, index) else { return 0 };
             let (row, spans) = (core.step_row(index, id).0, step.spans(core, index, id));
-            let length: u32 = spans.iter().map(|span| span.count).sum();
+            let length = step.length(core, index, id);
             let pages = runs(spans, first as usize..length as usize, page_size(layers) as usize);
             pages.flat_map(|(_, pages)| &row[pages]).filter(|entry| entry.tier() == Tier::Disk).count()
         };
@@ -426,7 +426,7 @@ impl Upload {
         spans().for_each(|span| add(span.offset));
         for (index, (_, new_tokens)) in core.step_batch().enumerate() {
             let spans = step.spans(core, index, placed.group);
-            let length: u32 = spans.iter().map(|span| span.count).sum();
+            let length = step.length(core, index, placed.group);
             for span in spans.iter().filter(|span| trails(span)) {
                 (length - new_tokens..length).for_each(|query| add(span.offset_for(query as usize)));
             }
