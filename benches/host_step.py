@@ -128,8 +128,9 @@ class Steps:
         spec = pagoda.ModelSpec([pagoda.AttentionLayer(32, 8, 128)] * layers)
         self.layers = layers
         self.cache = pagoda.Cache(spec, page_size=PAGE, device="cuda", device_memory="512GiB", host_memory="1TiB")
-        self.k = NullArray(SEQUENCES, 8, 128)
-        self.q, self.out = (NullArray(SEQUENCES, 32, 128) for _ in range(2))
+        self.k: Any = NullArray(SEQUENCES, 8, 128)
+        self.q: Any = NullArray(SEQUENCES, 32, 128)
+        self.out: Any = NullArray(SEQUENCES, 32, 128)
         root = self.cache.create()
         self._grow(root, shared)
         sequences = [root.fork() if shared else self.cache.create() for _ in range(SEQUENCES)]
@@ -140,7 +141,7 @@ class Steps:
 
     def _grow(self, sequence: pagoda.Sequence, tokens: int) -> None:
         if tokens:
-            rows = NullArray(tokens, 8, 128)
+            rows: Any = NullArray(tokens, 8, 128)
             with self.cache.step([sequence], [tokens]) as step:
                 for layer in range(self.layers):
                     step.append(layer, rows, rows)
@@ -166,14 +167,15 @@ class Steps:
 
 
 def main() -> None:
-    cuda.open_driver = lambda index: NullDriver()
+    driver: Any = NullDriver()
+    cuda.open_driver = lambda index: driver
     sys.modules["cupy"] = SimpleNamespace(ndarray=NullArray)  # type: ignore[assignment]
     uploads: list[float] = []
     upload = tables.StepTables.upload
 
-    def timed(self: tables.StepTables, *given: Any) -> None:
+    def timed(self: tables.StepTables, stream: Any, words: int, streams: int) -> None:
         start = time.perf_counter()
-        upload(self, *given)
+        upload(self, stream, words, streams)
         uploads.append(time.perf_counter() - start)
 
     tables.StepTables.upload = timed  # type: ignore[method-assign]

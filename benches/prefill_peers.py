@@ -38,7 +38,7 @@ def paged(dtype: str, threads: int, q: Array, k: Array, v: Array) -> Callable[[]
     step = cache.step([sequence], [NEW]).__enter__()
     step.append(0, k[-NEW:], v[-NEW:])
     out = np.empty_like(q)
-    return lambda: step.attend(0, q, out=out)  # type: ignore[no-any-return]
+    return lambda: step.attend(0, q, out=out)
 
 
 def sdpa(dtype: str, threads: int, q: Array, k: Array, v: Array) -> Callable[[], Array]:
@@ -81,7 +81,8 @@ def main() -> None:
     print(f"| {arguments.threads} thread(s) | pagoda, GFLOP/s | torch, GFLOP/s | pagoda / torch |\n|---|---|---|---|")
     for dtype, bits in (("f32", 23), ("f16", 10), ("bf16", 7)):
         # Rounded to the format beforehand, so that the error is that of the arithmetic.
-        held = [np.float32(np.ldexp(np.round(np.ldexp(m, bits)), e - bits)) for m, e in (np.frexp(x) for x in (k, v))]
+        parts = [np.frexp(x) for x in (k, v)]
+        held: list[Array] = [np.ldexp(np.round(np.ldexp(m, bits)), e - bits).astype(np.float32) for m, e in parts]
         right = expected(checked, q, *held)
         rates, cells = [], []
         for make in (paged, sdpa):

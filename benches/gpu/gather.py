@@ -6,6 +6,7 @@ Times are what the caller waits, since issuing copies is part of their cost.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 from harness import Report
@@ -18,6 +19,7 @@ TOTAL = 256 << 20
 def main() -> None:
     report = Report("gather")
     driver = open_driver(0)
+    settable: Any = driver
     host, device = driver.host_arena(2 * TOTAL, TOTAL), driver.memory(2 * TOTAL)
     host.pin(host.address, 2 * TOTAL)
     mover, stream = Mover(driver, host), driver.stream()
@@ -47,7 +49,7 @@ def main() -> None:
             runs = np.full(count, size, np.uint64)
             transfers = np.stack([places[0] + np.uint64(source), places[1] + np.uint64(target), runs], 1)
             for what, limit in (("kernel", 1 << 62), ("copy engine", 0), ("chosen", chosen)):
-                driver.copy_engine_bytes = limit
+                settable.copy_engine_bytes = limit
                 got = rate(transfers)
                 report.line(f"{size >> 10} KiB runs {way}", what, GBs=got, of_peak=got / peak)
     host.close()

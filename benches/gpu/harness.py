@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Collection
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ def median_of(launch: Callable[[], object], repeats: int = REPEATS) -> float:
             launch()
             event.record()
     events[-1].synchronize()
-    return statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairwise(events[3:]))
+    times: list[float] = [start.elapsed_time(end) / 1e3 for start, end in pairwise(events[3:])]
+    return statistics.median(times)
 
 
 @lru_cache(maxsize=1)
@@ -136,8 +137,8 @@ class Filled:
         k, v = self.k[rows], self.v[rows]
         # STREAM does not wait for the stream that these are made on.
         torch.cuda.synchronize()
-        for layer in range(self.layers):
-            self.step.append(layer, k, v)
+        for index in range(self.layers):
+            self.step.append(index, k, v)
         torch.cuda.synchronize()
         assert self.cache._device is not None
         self.arena = self.cache._device._memory.bases[0]
@@ -150,7 +151,7 @@ class Filled:
 
     def calls(self) -> list[Callable[[], object]]:
         """Attention of each layer."""
-        return [lambda layer=layer: self.step.attend(layer, self.q, out=self.out) for layer in range(self.layers)]
+        return [partial(self.step.attend, layer, self.q, out=self.out) for layer in range(self.layers)]
 
     def reads(self, size: int) -> list[Callable[[], object]]:
         """The ceiling: reads of one layer's bytes each."""

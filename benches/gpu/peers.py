@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def flash_attention_3(filled: Filled, pages: Pages) -> Calls:
             None, 0, None, 1, 0, None,
         )  # fmt: skip
 
-    return [lambda layer=layer: call(*layer) for layer in pages.layers], lambda: out
+    return [partial(call, *layer) for layer in pages.layers], lambda: out
 
 
 def flashinfer(filled: Filled, pages: Pages) -> Calls:
@@ -75,8 +76,7 @@ def flashinfer(filled: Filled, pages: Pages) -> Calls:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         starts = pages.starts_q.cpu()
         wrapper.plan(starts, pages.indptr, pages.indices, pages.last, *shape, causal=True, **types)
-    calls = [lambda layer=layer: wrapper.run(filled.q, tuple(layer), out=out) for layer in pages.layers]
-    return calls, lambda: out
+    return [partial(wrapper.run, filled.q, tuple(layer), out=out) for layer in pages.layers], lambda: out
 
 
 def xformers(filled: Filled, pages: Pages) -> Calls:
@@ -95,7 +95,7 @@ def xformers(filled: Filled, pages: Pages) -> Calls:
         rows = [plane.view(1, -1, KV_HEADS, 1, DIM).expand(-1, -1, -1, group, -1) for plane in (k, v)]
         last[0] = fmha.memory_efficient_attention_forward(q, *rows, attn_bias=bias, op=fmha.triton_splitk.FwOp)
 
-    return [lambda layer=layer: call(*layer) for layer in pages.layers], lambda: last[0].reshape(filled.q.shape)
+    return [partial(call, *layer) for layer in pages.layers], lambda: last[0].reshape(filled.q.shape)
 
 
 def sdpa(filled: Filled, pages: Pages) -> Calls:
@@ -114,7 +114,7 @@ def sdpa(filled: Filled, pages: Pages) -> Calls:
     def call(k: Any, v: Any) -> None:
         last[0] = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    return [lambda layer=layer: call(*layer) for layer in layers], lambda: last[0][:, :, 0]
+    return [partial(call, *layer) for layer in layers], lambda: last[0][:, :, 0]
 
 
 PEERS: dict[str, Callable[[Filled, Pages], Calls]] = {

@@ -23,8 +23,7 @@ class Model:
 
     def __init__(self, sequences: int, new: int, context: int, attends: bool, rows: str = "f16") -> None:
         spec = pagoda.ModelSpec([pagoda.AttentionLayer(Q_HEADS, KV_HEADS, DIM)] * LAYERS)
-        options = {"k_dtype": rows, "v_dtype": rows, "device": "cuda", "device_memory": "24GiB", "host_memory": 0}
-        self.cache = pagoda.Cache(spec, **options)
+        self.cache = pagoda.Cache(spec, k_dtype=rows, v_dtype=rows, device="cuda", device_memory="24GiB", host_memory=0)
         self.batch = self.cache.batch([self.cache.create() for _ in range(sequences)])
         self.counts, self.attends = [new] * sequences, attends
         kind = {"device": "cuda", "dtype": torch.float16}

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 import pagoda
 import torch
 from harness import DIM, KV_HEADS, STREAM, Report
+from pagoda._core import cores
 from pagoda.device.cuda import open_driver
-from pagoda.engine import cores
 from pagoda.measuring.gpu import ceilings
 from pagoda.rates import Routes, routes_of
 
@@ -87,13 +88,14 @@ def main() -> None:
         model = Model(sequences, context)
         engine = model.cache._device
         assert engine is not None
+        settable: Any = engine._driver
         partials = engine._streams._partials
         size = sequences * context * model.cache.spec.bytes_per_token()
         for products in (False, True):
             outs = []
             ways = [(name, least, None) for name, least in (*ROUTES.items(), ("chosen", chosen))]
             for name, least, routes in [*ways, *((name, chosen, routes) for name, routes in cpu.items())]:
-                engine._driver.ring_bytes = least
+                settable.ring_bytes = least
                 engine._streams._partials = partials if routes else None
                 if partials and routes:
                     partials._routes = routes
