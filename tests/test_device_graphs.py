@@ -28,9 +28,10 @@ def test_one_graph_serves_sequences_that_grow_join_and_leave(
     model.stream.driver.check()
 
 
-def test_a_graph_reads_common_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured without common pages, replayed with many."""
-    model = emulated(monkeypatch, 4, 0)
+@pytest.mark.parametrize(("declared", "new_tokens"), [(4, 2), (12, 12)])
+def test_a_graph_reads_common_pages_once(declared: int, new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured without common pages, replayed with many, by queries that are decoded or prefilled."""
+    model = emulated(monkeypatch, declared, 0)
     root = model.create()
     for _ in range(90):
         model.step([root], [4])
@@ -38,9 +39,9 @@ def test_a_graph_reads_common_pages_once(monkeypatch: pytest.MonkeyPatch) -> Non
     graph = model.captured(alone, [1, 1])
     forks = [model.fork(root) for _ in range(SEQUENCES - 1)]
     for _ in range(3):
-        model.step([root, *forks], [2] * SEQUENCES, lambda step: step.replay(graph))
+        model.step([root, *forks], [new_tokens] * SEQUENCES, lambda step: step.replay(graph))
         assert model.cache._device is not None
-        assert model.cache._device._tables.members == 2 * SEQUENCES
+        assert model.cache._device._tables.members == new_tokens * SEQUENCES
     model.step(alone, [1, 1], lambda step: step.replay(graph))
 
 
@@ -118,15 +119,20 @@ def test_no_step_finds_less_memory_than_was_declared(monkeypatch: pytest.MonkeyP
     install_driver(monkeypatch, EmulatedDriver(0))
     spec = pagoda.ModelSpec([pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=1, head_dim=64)])
     with pagoda.Cache(spec, device="cuda", device_memory="8MiB", host_memory=0, page_size=16) as cache:
-        cache.declare(sequences=4, new_tokens=32, context=128)
+        cache.declare(sequences=4, new_tokens=32, context=512)
         assert cache._device is not None
         monkeypatch.setattr(cache._device._attends._scratch, "grow", lambda *_, **options: pytest.fail("it grows"))
         root, rows = cache.create(), np.ones((128, 4, 64), np.float16)
-        for new_tokens in (32, 4, 1):
+        for length in range(0, 384, 128):
             batch = [root, *(root.fork() for _ in range(3))]
-            with cache.step(batch, [new_tokens] * 4) as step:
-                given = rows[: 4 * new_tokens]
-                assert (step.forward(0, given, given[:, :1], given[:, :1]) == 1).all()
+            for new_tokens, shares in ((32, False), (16, True), (4, True), (1, True)):
+                with cache.step(batch, [new_tokens] * 4) as step:
+                    given = rows[: 4 * new_tokens]
+                    assert (step.forward(0, given, given[:, :1], given[:, :1]) == 1).all()
+                    assert cache._device._tables.members == 4 * new_tokens * (shares and length > 350)
+                    step.commit([0] * 4)
+            with cache.step([root], [128]) as step:
+                step.append(0, rows[:, :1], rows[:, :1])
 
 
 def test_what_is_larger_than_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

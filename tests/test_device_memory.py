@@ -225,8 +225,9 @@ def test_scratch_memory_is_enough_for_layers_of_every_kind(
         driver.check()
 
 
-def test_scratch_memory_is_enough_for_pages_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the case that needs the most: no prompt came before, and each sequence has several queries."""
+@pytest.mark.parametrize("new_tokens", [4, 12])
+def test_scratch_memory_is_enough_for_pages_in_common(new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the case that needs the most: no longer prompt came before, and each sequence has several queries."""
     driver = install_driver(monkeypatch, EmulatedDriver())
     grow_exactly(monkeypatch)
     spec = pagoda.ModelSpec(layers=[layer()])
@@ -237,8 +238,8 @@ def test_scratch_memory_is_enough_for_pages_in_common(monkeypatch: pytest.Monkey
         for _ in range(12):
             mirror.step(live, [8])
         live += [mirror.fork(live[0]) for _ in range(15)]
-        mirror.step(live, [4] * 16)
-        assert cache._device._tables.members == 64
+        mirror.step(live, [new_tokens] * 16)
+        assert cache._device._tables.members == 16 * new_tokens
         driver.check()
 
 

@@ -148,21 +148,22 @@ def test_a_ragged_batch_of_which_most_is_on_the_host(name: str, monkeypatch: pyt
 
 
 def test_pages_that_sequences_share_are_brought_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four forks share a prefix in host memory, large enough to be read as common pages in separate passes."""
+    """Four forks share a prefix in host memory, large enough to be read as common pages in separate passes: by queries that
+    are decoded, then by some that are prefilled as well. Sequences with still more of them read their pages by themselves."""
     driver = RestlessDriver(2)
     with opened(monkeypatch, driver, pagoda.ModelSpec(layers=[layer()]), device_memory="512KiB") as cache:
         mirror = Mirror(cache)
         root = mirror.create()
-        mirror.step([root], [600])
+        mirror.step([root], [1100])
         forks = [root, *(mirror.fork(root) for _ in range(3))]
         mirror.step(forks, [40, 3, 1, 2])
         for tokens in forks:
             cache.demote(tokens.sequence).wait()
-        for _ in range(2):
-            mirror.step(forks, [1, 2, 1, 3])
+        for counts in ([1, 2, 1, 3], [1, 2, 1, 3], [1, 16, 2, 9], [17, 12, 17, 9]):
+            mirror.step(forks, counts)
             blocks = cache.stats().host[0].used
             engine = engine_of(cache)
-            assert engine._tables.members > 0
+            assert engine._tables.members == sum(count for count in counts if count <= 16)
             copied = sum(int(copies[:, 1].sum()) for copies in engine._streams._groups[0].copies)
             assert blocks <= copied <= blocks + 3 * len(engine._streams._groups[0].copies)
 

@@ -18,6 +18,7 @@ __version__: str
 ARENA_BYTES_MAX: int
 BLOCKS_PER_GROUP_MAX: int
 COMMON_LEVELS_MAX: int
+COMMON_NEW_TOKENS_MAX: int
 DISK_ALIGN: int
 EXTENTS_MAX: int
 F16_MAX: float
@@ -36,6 +37,7 @@ __all__ = [
     "ARENA_BYTES_MAX",
     "BLOCKS_PER_GROUP_MAX",
     "COMMON_LEVELS_MAX",
+    "COMMON_NEW_TOKENS_MAX",
     "DISK_ALIGN",
     "EXTENTS_MAX",
     "F16_MAX",

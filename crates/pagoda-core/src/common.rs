@@ -12,6 +12,8 @@ use crate::ids::BlockRef;
 const SAVED_ROWS_MIN: usize = 1024;
 /// Most nodes that one sequence takes part in.
 pub const LEVELS_MAX: usize = 4;
+/// Most new tokens of a sequence that takes part: more queries fill blocks by themselves.
+pub const NEW_TOKENS_MAX: u32 = 16;
 
 /// A sequence of the batch whose tokens form one span that starts at position 0.
 #[derive(Clone, Copy, Debug)]

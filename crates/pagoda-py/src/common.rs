@@ -2,7 +2,7 @@
 
 use crate::step::StepState;
 use pagoda_core::Cache;
-use pagoda_core::common::{Candidate, Common, Commons};
+use pagoda_core::common::{Candidate, Common, Commons, NEW_TOKENS_MAX};
 use pagoda_core::ids::{GroupId, SequenceId};
 
 /// The last result for one layer group.
@@ -14,8 +14,8 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// Looks among the sequences of the open step whose number of new tokens `takes` accepts. Keeps the last result if tables
-    /// have only grown since.
+    /// Looks among the sequences of the open step with few new tokens, of which `takes` accepts the number. Keeps the last
+    /// result if tables have only grown since.
     pub(crate) fn update(
         &mut self,
         core: &Cache,
@@ -26,7 +26,8 @@ impl Found {
     ) {
         let Self { found_for, commons } = self;
         let now = core.step_batch().enumerate().map(|(index, (sequence, new_tokens))| {
-            takes(new_tokens).then(|| (sequence, core.step_row(index, group).1))
+            ((1..=NEW_TOKENS_MAX).contains(&new_tokens) && takes(new_tokens))
+                .then(|| (sequence, core.step_row(index, group).1))
         });
         // A sequence may have been cut inside a page.
         let bounds = step.bounds();

@@ -18,9 +18,6 @@ use std::sync::Arc;
 /// Results of attention, and their log-sum-exp if it is asked for.
 type Attended<'py> = (Bound<'py, PyUntypedArray>, Option<Bound<'py, PyArray2<f32>>>);
 
-/// The most new tokens with which a sequence shares passes over common pages: more queries fill a block by themselves.
-const FEW: u32 = 16;
-
 /// The memory of a cache on the CPU, and its backend.
 pub(crate) struct Cpu {
     pub(crate) slabs: Vec<Arc<Slab>>,
@@ -62,8 +59,7 @@ impl Cpu {
         for (group, (found, shared)) in self.commons.iter_mut().enumerate() {
             let Some(placed) = layers.iter().find(|placed| placed.group.index() == group) else { continue };
             if placed.layer.window.is_none() && !self.backend.deterministic() {
-                let takes = |new_tokens| (1..=FEW).contains(&new_tokens);
-                found.update(core, step, placed.group, placed.layer.page_size, takes);
+                found.update(core, step, placed.group, placed.layer.page_size, |_| true);
                 shared.fill(&found.commons, step.bounds());
             }
         }

@@ -59,6 +59,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("ARENA_BYTES_MAX", limits::ARENA_BYTES_MAX)?;
     module.add("BLOCKS_PER_GROUP_MAX", limits::BLOCKS_PER_GROUP_MAX)?;
     module.add("COMMON_LEVELS_MAX", pagoda_core::common::LEVELS_MAX)?;
+    module.add("COMMON_NEW_TOKENS_MAX", pagoda_core::common::NEW_TOKENS_MAX)?;
     module.add("DISK_ALIGN", io::ALIGN)?;
     module.add("EXTENTS_MAX", limits::EXTENTS_MAX)?;
     module.add("F16_MAX", pagoda_cpu::F16_MAX)?;

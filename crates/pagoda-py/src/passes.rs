@@ -226,7 +226,8 @@ impl Upload {
                 lists.iter().map(|list| write_part(words, list, first_spans)).collect::<Vec<_>>()
             };
             let Lists { own, common } = &self.lists[index];
-            let (own, common) = (write(own, members, tokens), write(common, members + 3 * tokens, members));
+            let for_members = members + 3 * tokens + self.shared[index].first_row;
+            let (own, common) = (write(own, members, tokens), write(common, for_members, members));
             works.push(PassedWork { work: index, own, common });
         }
         let brought = passes.blocks.iter().map(|blocks| {

@@ -94,12 +94,14 @@ pub(crate) struct Room {
 
 /// Common pages; valid as long as the tables of a batch only grow.
 #[derive(Default)]
-struct Shared {
+pub(crate) struct Shared {
     found: Found,
     /// The row in the batch of each query that holds common pages.
     members: Vec<u32>,
-    /// For each time that a sequence holds common pages: its place in the batch, where its queries begin in `members`, and
-    /// the token after the pages.
+    /// The row of parts for the first of these queries: behind those of queries that are decoded in the same layers.
+    pub(crate) first_row: u32,
+    /// For each time that a sequence holds common pages: its place in the batch, the row of parts for its first query, and the
+    /// token after the pages.
     holds: Vec<(u32, i32, u32)>,
 }
 
@@ -128,7 +130,7 @@ pub(crate) struct Upload {
     /// Likewise, for the open step: the index of the sequence's first span among all spans.
     pub(crate) first_spans: Vec<Vec<u32>>,
     /// By work list.
-    shared: Vec<Shared>,
+    pub(crate) shared: Vec<Shared>,
     pub(crate) lists: Vec<Lists>,
     /// Target (two words), source and length of every run, in words.
     runs: Vec<u32>,
@@ -153,8 +155,8 @@ impl Upload {
         *self = Self { groups, works, angles, held, first_spans, shared, lists, streams, ..Self::default() };
     }
 
-    /// Lists what the open step changes. Returns how many words [`Self::take`] gives, and the most queries of any work list
-    /// that hold common pages.
+    /// Lists what the open step changes. Returns how many words [`Self::take`] gives, and the rows of parts for queries that
+    /// hold common pages.
     pub(crate) fn fill(&mut self, core: &Cache, step: &StepState, layers: &[PlacedLayer]) -> (usize, usize) {
         self.runs.clear();
         self.words.clear();
@@ -164,10 +166,15 @@ impl Upload {
             self.spans(core, step, group);
             self.slots(core, step, layers, group);
         }
-        for work in 0..self.works.len() {
-            self.find_common(core, step, layers, work);
-            self.common_work(core, step, work);
-            self.work(core, step, work);
+        // Prefilled queries last: their parts follow those of decoded ones.
+        for decoded in [true, false] {
+            for work in 0..self.works.len() {
+                if self.works[work].takes(1) == decoded {
+                    self.find_common(core, step, layers, work);
+                    self.common_work(core, step, work);
+                    self.work(core, step, work);
+                }
+            }
         }
         for at in 0..self.angles.len() {
             self.angles(core, step, layers, at);
@@ -180,9 +187,10 @@ impl Upload {
         self.lists.iter().all(|Lists { own, common }| own.is_countable() && common.is_countable())
     }
 
-    /// The most queries of any work list that hold common pages.
+    /// The rows of parts for queries that hold common pages, in any layer.
     pub(crate) fn members(&self) -> usize {
-        self.shared.iter().map(|shared| shared.members.len()).max().unwrap_or(0)
+        let rows = |shared: &Shared| shared.first_row as usize + shared.members.len();
+        self.shared.iter().map(rows).max().unwrap_or(0)
     }
 
     /// Writes the number of runs, the runs, and the words that they copy from. `streams`: the address for the tables of
@@ -344,11 +352,16 @@ impl Upload {
 
     /// The work list over common pages, and its queries.
     fn common_work(&mut self, core: &Cache, step: &StepState, at: usize) {
-        let WorkPlaces { group, common: Some(places), common_queries: queries, members, .. } = self.works[at]
+        let WorkPlaces { group, new_tokens, common: Some(places), common_queries: queries, members, .. } =
+            self.works[at]
         else {
             return;
         };
+        let of_fewer = self.works.iter().zip(&self.shared);
+        let of_fewer = of_fewer.filter(|(work, _)| work.group == group && work.new_tokens.1 < new_tokens.0);
+        let first_row = of_fewer.map(|(_, shared)| shared.members.len()).max().unwrap_or(0) as u32;
         let (shared, list) = (&mut self.shared[at], &mut self.lists[at].common);
+        shared.first_row = first_row;
         shared.members.clear();
         shared.holds.clear();
         list.clear();
@@ -356,14 +369,14 @@ impl Upload {
         for node in &shared.found.commons.nodes {
             let first = shared.members.len() as u32;
             for &place in &shared.found.commons.members[node.members.clone()] {
-                shared.holds.push((place, shared.members.len() as i32, node.tokens.end));
+                shared.holds.push((place, first_row as i32 + shared.members.len() as i32, node.tokens.end));
                 shared.members.extend(bounds[place as usize]..bounds[place as usize + 1]);
             }
             let place = shared.found.commons.members[node.members.start];
             let cut = Cut { queries, window: None, by_runs: false };
             let spans = step.spans(core, place as usize, id);
             let queries = first..shared.members.len() as u32;
-            list.push_common(cut, place, spans, node.tokens.clone(), queries);
+            list.push_common(cut, place, spans, node.tokens.clone(), queries, first_row);
         }
         // The nodes of a sequence come in token order, and so do its places in `members`.
         shared.holds.sort_unstable();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 
-from pagoda._core import TOKENS_MAX
+from pagoda._core import COMMON_NEW_TOKENS_MAX, TOKENS_MAX
 from pagoda.device.arrays import FLOATS
 from pagoda.device.derived import DerivedKeys
 from pagoda.device.tables import Work
@@ -52,9 +52,12 @@ class LayerKernels:
         types = [q for q in FLOATS if q not in self.lacks]
         if not types:
             raise BackendUnavailable(next(iter(self.lacks.values())))
-        decode = self._work(False, self._queries("verify", types), self._queries("common", types) if common else 0)
+        common_queries = self._queries("common", types) if common else 0
+        decode = self._work(False, self._queries("verify", types), common_queries)
+        # Of prefilled sequences those with few tokens share pages, if there can be any.
+        prefill = common_queries if self.few < COMMON_NEW_TOKENS_MAX else 0
         self.works = {(False, q): decode for q in types} | {
-            (True, q): self._work(True, self._queries("prefill", [q]), 0) for q in types
+            (True, q): self._work(True, self._queries("prefill", [q]), prefill) for q in types
         }
         self._append, self._attend = Append(), Attend()
         self._derived: DerivedKeys | None = None

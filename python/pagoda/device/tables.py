@@ -250,10 +250,10 @@ class StepTables:
 
         if not work.common_queries:
             return WorkTables(list_of(blocks, 0), None, 0, blocks, 0)
-        levels = _core.COMMON_LEVELS_MAX
-        members = levels * min(room.tokens, room.sequences * work.few)
+        levels, most = _core.COMMON_LEVELS_MAX, _core.COMMON_NEW_TOKENS_MAX if work.prefill else work.few
+        members = levels * min(room.tokens, room.sequences * most)
         # Blocks over common pages are of one query each, at worst.
-        own, common = list_of(blocks, levels * room.sequences), list_of(members, 0)
+        own, common = list_of(blocks, levels * blocks), list_of(members, 0)
         return WorkTables(own, common, carve.take(4 * members), blocks, members)
 
     def _next_staging(self, words: int) -> Staging:

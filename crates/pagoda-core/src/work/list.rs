@@ -113,7 +113,7 @@ impl WorkList {
     }
 
     /// Adds the blocks that process `tokens` of the sequence at place `sequence` for some `queries`, a range of the list of
-    /// queries of those who hold these pages.
+    /// queries of those who hold these pages, whose parts begin at row `first_row`.
     pub fn push_common(
         &mut self,
         cut: Cut,
@@ -121,6 +121,7 @@ impl WorkList {
         spans: &[SpanView],
         tokens: Range<u32>,
         queries: Range<u32>,
+        first_row: u32,
     ) {
         for first in queries.clone().step_by(cut.queries as usize) {
             let block = QueryBlock {
@@ -133,7 +134,7 @@ impl WorkList {
                 high: tokens.end as i32,
                 first_part: 0,
                 parts: 0,
-                target: first as i32,
+                target: (first_row + first) as i32,
             };
             self.add(block, block.work(cut.by_runs, spans));
         }
