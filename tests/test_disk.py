@@ -412,6 +412,35 @@ def test_a_step_reports_what_it_read(tmp_path: Path) -> None:
     cache.close()
 
 
+@pytest.mark.usefixtures("names_the_cpu")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_sequences_begin_with_is_read_from_disk_once(tmp_path: Path, deterministic: bool) -> None:
+    """Forks that leave each other in different runs of 4,096 tokens, among sequences that share nothing with them."""
+    spec = pagoda.ModelSpec([layer(num_q_heads=2, num_kv_heads=1)] * 2)
+    options: dict[str, Any] = {"device": "cpu", "device_memory": "4MiB", "spill": False}
+    with opened(tmp_path, spec=spec, deterministic=deterministic, **options) as cache:
+        mirror = Mirror(cache)
+        root, other, short = (mirror.create() for _ in range(3))
+        for tokens, count in ((root, 9000), (other, 4200)):
+            with cache.step([tokens.sequence], [count]) as step:
+                for index in range(2):
+                    k, v = mirror.rng.standard_normal((2, count, 1, 16)).astype(np.float16)
+                    step.append(index, k, v)
+                    tokens.k[index], tokens.v[index] = k, v
+        early = mirror.fork(root)
+        mirror.truncate(early, 6000)
+        mirror.step([early, short], [40, 30])
+        for tokens in (root, early, other):
+            cache.demote(tokens.sequence, to="disk").wait(60)
+        batch = [root, other, early, short, mirror.fork(root), mirror.fork(early)]
+        # The second run of those two is other pages than that of the longer ones, although it begins with the same.
+        pages = 9000 // 16 + 4200 // 16 + 6040 // 16 - 4096 // 16
+        for new in ([1, 1, 1, 1, 1, 1], [2, 30, 5, 1, 20, 3], [0, 1, 1, 0, 1, 0]):
+            mirror.step(batch, new, accepted=[0] * 6)
+            assert mirror.last is not None
+            assert mirror.last.report.bytes["disk"] == 2 * 4096 * pages
+
+
 @pytest.mark.parametrize("rate", [0, -1.0, float("nan"), "1", None])
 def test_fractions_are_of_rates_above_0(rate: Any) -> None:
     report = StepReport(2.0, 0.0, {"disk": 3, "memory": 5})

@@ -1,4 +1,5 @@
-//! Attention over pages on disk, run by run: while one run is attended to, the next ones are read.
+//! Attention over pages on disk, run by run: while one run is attended to, the next ones are read. What several sequences
+//! begin with is read once for all of them.
 
 use crate::errors::cpu;
 use crate::layers::PlacedLayer;
@@ -11,24 +12,46 @@ use pagoda_store::LayerOfPages;
 use pyo3::prelude::*;
 use std::ops::Range;
 
-/// The runs of the open step's sequences that have pages on disk.
+/// What the open step reads from disk, and for which sequences.
 #[derive(Default)]
 pub(crate) struct Stream {
-    /// One for each entry of `Reads::what`: whose pages those are.
+    /// By layer.
+    reads: Vec<LayerReads>,
     passes: Vec<Pass>,
-    /// The passes of each layer.
-    ranges: Vec<Range<usize>>,
-    carried: Carried,
-    row: Vec<BlockRef>,
+    /// By place in the batch.
+    progress: Vec<Progress>,
 }
 
-/// A fixed run of one sequence, for one layer, with pages on disk.
+/// What a layer reads.
 #[derive(Clone)]
-struct Pass {
+struct LayerReads {
+    /// Where it begins in `Reads::what`.
+    what: usize,
+    /// A pass for each entry there; layers that read the same pages have the same passes.
+    passes: Range<usize>,
+}
+
+/// A part of the ring's content: the pages on disk of a run of some sequences.
+type Pass = Vec<RunOnDisk>;
+
+/// A run of one sequence.
+struct RunOnDisk {
     sequence: usize,
     run: usize,
-    /// The places of these pages in the sequence's row.
+    /// The places of its pages on disk in the sequence's row.
     pages: Vec<usize>,
+}
+
+/// How far a sequence has come in a layer.
+#[derive(Default)]
+struct Progress {
+    /// Its passes that are still to come.
+    left: usize,
+    /// Runs that have been attended to.
+    done: usize,
+    /// Its row, in which pages of the current run are where they were read to.
+    row: Vec<BlockRef>,
+    carried: Carried,
 }
 
 /// Why attention ended early.
@@ -55,7 +78,7 @@ impl From<pagoda_cpu::Error> for Stop {
 impl Stream {
     /// Whether the open step has to read anything for a layer.
     pub(crate) fn has(&self, layer: usize) -> bool {
-        !self.ranges[layer].is_empty()
+        !self.reads[layer].passes.is_empty()
     }
 
     /// Lists what the step that was just opened has to read, in the order in which layers usually attend.
@@ -68,47 +91,62 @@ impl Stream {
     ) {
         reads.what.clear();
         self.passes.clear();
-        self.ranges.clear();
+        self.reads.clear();
         for (at, placed) in layers.iter().enumerate() {
             let PlacedLayer { group, member, ref layer, .. } = *placed;
-            let start = self.passes.len();
+            let what = reads.what.len();
             let alike = |other: &PlacedLayer| other.group == group && other.layer.window == layer.window;
-            if let Some(before) = layers[..at].iter().position(alike) {
-                let same = self.ranges[before].clone();
-                self.passes.extend_from_within(same.clone());
-                reads.what.extend_from_within(same);
-                reads.what[start..].iter_mut().for_each(|what| what.layer = member);
+            let passes = if let Some(before) = layers[..at].iter().position(alike) {
+                let LayerReads { what: first, passes } = self.reads[before].clone();
+                reads.what.extend_from_within(first..first + passes.len());
+                reads.what[what..].iter_mut().for_each(|what| what.layer = member);
+                passes
             } else {
-                for sequence in 0..core.step_batch().len() {
-                    self.list(core, step, placed, sequence, &mut reads.what);
-                }
-            }
-            self.ranges.push(start..self.passes.len());
+                let first = self.passes.len();
+                self.list(core, step, placed, &mut reads.what);
+                first..self.passes.len()
+            };
+            self.reads.push(LayerReads { what, passes });
         }
     }
 
-    /// Lists what a layer has to read for one sequence.
+    /// Lists what a layer has to read: sequence by sequence, but not again what an earlier one begins with as well.
     fn list(
         &mut self,
         core: &pagoda_core::Cache,
         step: &StepState,
         placed: &PlacedLayer,
-        sequence: usize,
         what: &mut Vec<LayerOfPages>,
     ) {
-        let PlacedLayer { group, member, ref layer, .. } = *placed;
-        if !core.step_reaches_disk(sequence, group) {
-            return;
-        }
-        let table = step.table(core, sequence, group);
-        let (row, spans, seen) = (table.row, table.spans, layer.seen(&table));
-        for (run, pages) in work::runs(spans, seen, layer.page_size as usize) {
-            let pages: Vec<_> = pages.filter(|&page| row[page].tier() == Tier::Disk).collect();
-            if !pages.is_empty() {
-                let blocks = pages.iter().map(|&page| row[page].block()).collect();
-                what.push(LayerOfPages { group, layer: member, blocks });
-                self.passes.push(Pass { sequence, run, pages });
+        let PlacedLayer { group, member: layer, layer: ref shape, .. } = *placed;
+        let (first, first_what) = (self.passes.len(), what.len());
+        // The passes of each sequence, from 0 on.
+        let mut chains: Vec<Vec<usize>> = Vec::new();
+        for sequence in (0..core.step_batch().len()).filter(|&at| core.step_reaches_disk(at, group)) {
+            let table = step.table(core, sequence, group);
+            let (row, seen) = (table.row, shape.seen(&table));
+            let runs: Vec<_> = work::runs(table.spans, seen, shape.page_size as usize)
+                .map(|(run, pages)| {
+                    (run, pages.filter(|&page| row[page].tier() == Tier::Disk).collect::<Vec<_>>())
+                })
+                .filter(|(_, pages)| !pages.is_empty())
+                .map(|(run, pages)| (pages.iter().map(|&page| row[page].block()).collect(), run, pages))
+                .collect();
+            let alike = |chain: &[usize]| {
+                let both = chain.iter().zip(&runs);
+                both.take_while(|(pass, run)| what[first_what + **pass].blocks == run.0).count()
+            };
+            let longest = chains.iter().max_by_key(|chain| alike(chain));
+            let mut chain = longest.map_or(Vec::new(), |chain| chain[..alike(chain)].to_vec());
+            for (at, (blocks, run, pages)) in runs.into_iter().enumerate() {
+                if at == chain.len() {
+                    chain.push(self.passes.len() - first);
+                    what.push(LayerOfPages { group, layer, blocks });
+                    self.passes.push(Pass::default());
+                }
+                self.passes[first + chain[at]].push(RunOnDisk { sequence, run, pages });
             }
+            chains.push(chain);
         }
     }
 
@@ -123,69 +161,86 @@ impl Stream {
         at: usize,
         attention: Attention<'_>,
     ) -> Result<(), Stop> {
-        let mut passes = self.ranges[at].clone();
-        let (mut in_memory, count) = (0, attention.kv.sequences.len());
-        for index in 0..count {
-            let own = self.passes[passes.clone()].iter().take_while(|pass| pass.sequence == index).count();
-            if own == 0 {
-                continue;
+        let LayerReads { what, passes } = self.reads[at].clone();
+        let (passes, all) = (&self.passes[passes], &mut self.progress);
+        let sequences = attention.kv.sequences;
+        // Reads begin before anything is computed.
+        // SAFETY: as the caller promises.
+        unsafe { reader.read_ahead(what) };
+        all.resize_with(sequences.len().max(all.len()), Progress::default);
+        all.iter_mut().for_each(|progress| (progress.left, progress.done) = (0, 0));
+        for run in passes.iter().flatten() {
+            all[run.sequence].left += 1;
+        }
+        let mut in_memory = 0;
+        for (index, (progress, table)) in all.iter_mut().zip(sequences).enumerate() {
+            if progress.left > 0 {
+                // SAFETY: none of the sequences between has pages on disk that this layer sees.
+                unsafe { backend.attend(&attention.part(in_memory..index))? };
+                in_memory = index + 1;
+                progress.row.clear();
+                progress.row.extend_from_slice(table.row);
             }
-            // Reads begin before anything is computed.
-            // SAFETY: as the caller promises.
-            unsafe { reader.read_ahead(passes.start) };
-            // SAFETY: none of these sequences has pages on disk that this layer sees.
-            unsafe { backend.attend(&attention.part(in_memory..index))? };
-            let (own, one) = (passes.start..passes.start + own, attention.part(index..index + 1));
-            passes.start = own.end;
-            // SAFETY: as the caller promises.
-            unsafe { self.sequence(backend, reader, own, one)? };
-            in_memory = index + 1;
         }
         // SAFETY: as above.
-        unsafe { backend.attend(&attention.part(in_memory..count))? };
-        Ok(())
-    }
-
-    /// Attention of one sequence, with the pages that its passes read.
-    unsafe fn sequence(
-        &mut self,
-        backend: &Backend,
-        reader: &mut Reader<'_>,
-        passes: Range<usize>,
-        attention: Attention<'_>,
-    ) -> Result<(), Stop> {
-        let PagedKv { arenas, layer, sequences } = attention.kv;
-        let table = sequences[0];
-        self.row.clear();
-        self.row.extend_from_slice(table.row);
-        let mut done = 0;
-        for pass in passes {
-            let run = self.passes[pass].run;
-            // SAFETY: runs that no pass is of have no pages on disk.
-            unsafe { backend.attend_runs(&attention, done..run, &mut self.carried)? };
-            // SAFETY: as the caller promises.
-            let filled = unsafe { reader.take(pass) }.map_err(Stop::Disk)?;
-            let filled = filled.expect("slots are given back run by run");
-            // Entries of other runs are not read.
-            for (place, &page) in self.passes[pass].pages.iter().enumerate() {
-                self.row[page] = BlockRef::new(Tier::Disk, BlockId::new(place as u32));
+        unsafe { backend.attend(&attention.part(in_memory..sequences.len()))? };
+        let one = |sequence: usize| attention.part(sequence..sequence + 1);
+        for (index, pass) in passes.iter().enumerate() {
+            for run in pass {
+                // SAFETY: runs that no pass is of have no pages on disk.
+                unsafe { all[run.sequence].attend(backend, one(run.sequence), run.run)? };
             }
+            // SAFETY: as the caller promises.
+            let filled = unsafe { reader.take(what + index) }.map_err(Stop::Disk)?;
+            let filled = filled.expect("slots are given back run by run");
+            let PagedKv { arenas, layer, .. } = attention.kv;
             let begin = layer.layout.k.rows.offset as usize;
             let arenas = arenas.with_disk(filled.address.wrapping_sub(begin), filled.stride as usize);
-            let patched = [SequenceTable { row: &self.row, ..table }];
-            let kv = PagedKv { arenas: &arenas, layer, sequences: &patched };
-            let attention = Attention { kv, ..attention };
-            // SAFETY: the pages of this run that are on disk are in the slot, verified.
-            let result = unsafe { backend.attend_runs(&attention, run..run + 1, &mut self.carried) };
+            let result = pass.iter().try_for_each(|run| {
+                let progress = &mut all[run.sequence];
+                // Entries of other runs are not read.
+                for (place, &page) in run.pages.iter().enumerate() {
+                    progress.row[page] = BlockRef::new(Tier::Disk, BlockId::new(place as u32));
+                }
+                progress.left -= 1;
+                let attention = one(run.sequence);
+                let attention = Attention { kv: PagedKv { arenas: &arenas, ..attention.kv }, ..attention };
+                // SAFETY: the pages of this run that are on disk are in the slot, verified.
+                unsafe { progress.attend(backend, attention, run.run + 1) }
+            });
             reader.reads.release(filled);
             result?;
             // SAFETY: as the caller promises.
-            unsafe { reader.read_ahead(pass + 1) };
-            done = run + 1;
+            unsafe { reader.read_ahead(what + index + 1) };
+            for run in pass {
+                let (progress, rest) =
+                    (&mut all[run.sequence], work::run_count(sequences[run.sequence].spans));
+                if progress.left == 0 {
+                    // SAFETY: as above.
+                    unsafe { progress.attend(backend, one(run.sequence), rest)? };
+                }
+            }
         }
-        let rest = done..work::run_count(table.spans);
-        // SAFETY: as above.
-        unsafe { backend.attend_runs(&attention, rest, &mut self.carried)? };
+        Ok(())
+    }
+}
+
+impl Progress {
+    /// Attends to the runs of a sequence before `end`.
+    ///
+    /// # Safety
+    /// As for [`Backend::attend_runs`].
+    unsafe fn attend(
+        &mut self,
+        backend: &Backend,
+        attention: Attention<'_>,
+        end: usize,
+    ) -> Result<(), pagoda_cpu::Error> {
+        let table = [SequenceTable { row: &self.row, ..attention.kv.sequences[0] }];
+        let kv = PagedKv { sequences: &table, ..attention.kv };
+        // SAFETY: as the caller promises.
+        unsafe { backend.attend_runs(&Attention { kv, ..attention }, self.done..end, &mut self.carried)? };
+        self.done = end;
         Ok(())
     }
 }
