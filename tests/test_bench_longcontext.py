@@ -411,6 +411,7 @@ def test_budgets_whose_pages_are_too_few_are_named(rates: dict[str, float], refu
         ["--weights", "1000TiB"],
         ["--host-memory", "much"],
         ["--disk", "/nowhere/at/all"],
+        ["--disk", "x" * 300],
     ],
 )
 def test_the_command_refuses_in_one_line(

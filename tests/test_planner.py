@@ -508,6 +508,11 @@ def test_a_path_that_is_not_there_is_no_preset(path: str, refused: Callable[...,
     assert refused("plan", path).startswith("config = ")
 
 
+@pytest.mark.parametrize("command", [["plan"], ["bench", "depth", "--models"]])
+def test_a_name_too_long_for_a_path_is_no_preset_either(command: list[str], refused: Callable[..., str]) -> None:
+    assert refused(*command, "x" * 300).startswith(f"name = {'x' * 300!r}: a preset")
+
+
 def test_who_reads_may_go_away_and_devices_may_be_full() -> None:
     """In separate processes, since Python writes the rest of a buffer as it exits."""
     command = [sys.executable, "-m", "pagoda", "plan", "qwen3-8b", "--json"]

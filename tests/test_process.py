@@ -177,6 +177,32 @@ print("fine")
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        ("KeyboardInterrupt", "numpy"),
+        ("KeyboardInterrupt", "numpy._core.multiarray"),
+        ("ModuleNotFoundError", "numpy"),
+    ],
+)
+def test_what_is_raised_while_numpy_is_imported_comes_through(error: str, name: str) -> None:
+    """By Ctrl-C, or because NumPy is missing."""
+    script = f"""
+import sys
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == {name!r}:
+            raise {error}
+sys.meta_path.insert(0, Finder)
+try:
+    import pagoda
+except {error}:
+    print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
+
+
 def test_ctrl_c_in_the_middle_of_a_release() -> None:
     """The core has released a sequence, but its handle does not know: the next step raises no error for it."""
     spec = pagoda.ModelSpec(layers=[layer()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -61,6 +62,24 @@ def test_context_shift_moves_no_bytes(mirror: Mirror) -> None:
     mirror.drop(tokens, 0, 58)
     assert len(tokens.sequence) == 0
     mirror.step([tokens], [3])
+
+
+def test_where_new_tokens_go_on(mirror: Mirror) -> None:
+    """After `drop` as if nothing had been dropped, after `truncate` behind what is left, and at 0 after `truncate(0)`."""
+    tokens = mirror.create()
+    mirror.step([tokens], [20])
+    changes: list[tuple[Callable[[], None], int]] = [
+        (lambda: mirror.drop(tokens, 15, 20), 20),
+        (lambda: mirror.truncate(tokens, 15), 20),
+        (lambda: mirror.truncate(tokens, 14), 14),
+        (lambda: mirror.drop(tokens, 0, 14), 14),
+        (lambda: mirror.truncate(tokens, 0), 0),
+    ]
+    for change, position in changes:
+        change()
+        with mirror.cache.step([tokens.sequence], [2]) as step:
+            assert step.positions.tolist() == [position, position + 1]
+            step.rollback()
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 3, 4, 5, 19, 20, 21, 40])

@@ -150,6 +150,21 @@ def test_tables_have_no_page_that_has_left() -> None:
             np.testing.assert_array_equal(last, [(n - 1) % 16 + 1 for n in lengths])
 
 
+def test_columns_of_a_table_begin_at_a_multiple_of_4096_tokens() -> None:
+    """The last one up to the first page that the sequence keeps: 4,223 tokens keep token 4,095, one more token lets it go."""
+    with open_cache([layer(window=100)], headroom=28) as cache:
+        sequences = [cache.create(), cache.create()]
+        for counts in ([4000, 1], [223, 4096], [1, 126], [0, 1], [4096, 4096]):
+            with cache.step(sequences, counts) as step:
+                step.append(0, *[np.ones((sum(counts), 2, 16), np.float32)] * 2)
+            with cache.step(sequences, [0, 0]) as step:
+                rows = step.table(0).block_table
+            for row, n in zip(rows, map(len, sequences), strict=True):
+                first = max(0, n - 128) // 16
+                columns = first // 256 * 256 + np.flatnonzero(row >= 0)
+                assert columns.tolist() == list(range(first, -(-n // 16)))
+
+
 @pytest.mark.parametrize("positions", ["original", "cache"])
 @pytest.mark.parametrize("tokens", [200_000, pytest.param(1_050_000, marks=pytest.mark.long)])
 def test_memory_is_constant(tokens: int, positions: str, emulated: bool) -> None:

@@ -127,7 +127,7 @@ class Cache(Uncopied):
     spec: the model's layers, of at most 64 shapes, windows and formats. page_size: tokens in a page, a power of two from
     8 to 4096; on a CPU quantised rows are read up to three times as fast in pages of 16 or more as in pages of 8.
     k_dtype, v_dtype: row formats of `pagoda.formats`, one for all layers or one for each; PAGODA_KV_DTYPE in the environment
-    overrides them.
+    overrides them, by a format for both or by two with a comma, such as "q8_0,q4_0".
     center, rotate: how rows are transformed before quantisation, see `pagoda.outliers`; "auto" decides by the format. A
     deterministic cache subtracts only centres that are given: one from the first rows depends on which sequence came first.
     With resume=True quantised K needs center=None or arrays, so that later caches know what was subtracted.
@@ -150,8 +150,9 @@ class Cache(Uncopied):
     nothing, before they raise TierIOError. I/O under way then continues; until it ends its memory is not reused, and no other
     cache can open the directory.
     resume: False uses a file without a name that goes with the cache. True keeps what was saved by `save` until `forget`,
-    even after a kill: the next cache with the same directory, layers, formats and page_size finds it again. Its disk_memory
-    may differ if it has room for it. Only one cache at a time can use the directory.
+    even after a kill: the next cache with the same directory finds it again, if it has the same layers, formats, page_size,
+    center, rotate, k_norms, retention, headroom (where there are windows) and model. Its disk_memory may differ if it has
+    room for it. Only one cache at a time can use the directory.
     model: a text that stands for the weights, which the cache cannot see: a name and revision, or a digest. A directory of
     another model is refused.
 

@@ -12,7 +12,7 @@ class OutOfBlocks(PagodaError):
 
     tier: "device", "host" or "disk". layer_group: the first one that is short, as an index into `Cache.stats`. blocks_short,
     bytes_short: how many more are needed; for a step, in all layer groups together. draining: blocks of that layer group that
-    become free when the steps and copies that may use them have ended.
+    become free when the steps and copies that may use them have ended, without those of moves under way.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Sequence(Uncopied):
         return Sequence(self._cache, self._cache._core.fork(self.id))
 
     def truncate(self, length: int) -> None:
-        """Removes the tokens from `length` on, as if they had never been appended.
+        """Removes the tokens from `length` on, as if they had never been appended; 0 begins anew at position 0.
 
         Raises InvalidArgument unless `length` is 0 or from `rewind_limit` to `len(self)`: once a window has moved on, at
         least the last `headroom` tokens can be removed.

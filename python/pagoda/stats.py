@@ -17,9 +17,10 @@ class BlockCounts:
     free: int
     """Blocks that the group could take now, if the others took none: groups share the memory of a tier."""
     used: int
-    """Blocks with a page, of a sequence or kept by `save`. The next step that needs the room of copies takes it."""
+    """Blocks with a page, of a sequence or kept by `save`, and those of moves under way, even of pages that nobody holds any
+    more. The next step that needs the room of copies takes it."""
     draining: int
-    """Blocks that become free when the steps and copies that may use them have ended."""
+    """Other blocks that become free when the steps and copies that may use them have ended."""
 
 
 @dataclass(frozen=True)

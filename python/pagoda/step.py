@@ -64,8 +64,8 @@ class Table:
     and rotate=False. A layer with kv_owner has the table of its owner, and no rows.
 
     block_table: int32 [B, pages]: device block of each page; -1 past the end, for pages on another tier and for those that
-    have left a window. For a layer with a window the columns begin at a multiple of 4096 tokens shortly before it. A page
-    that was cut, by `drop` or between sinks and a window, has a column for each side.
+    have left a window. For a layer with a window a sequence's columns begin at the last multiple of 4096 tokens up to the
+    first page that it keeps. A page that was cut, by `drop` or between sinks and a window, has a column for each side.
     pointers: uint64 [B, pages]: address of each page's block; 0 past the end, for pages on disk and for those that have left.
     slot_mapping: int64 [sum(new)]: device block * page_size + row of each new token.
     """

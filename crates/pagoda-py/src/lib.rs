@@ -53,7 +53,9 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 /// The compiled part of Pagoda.
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    // The first array makes Python look up NumPy's functions. Ctrl-C during that is a panic, which no cache survives.
+    // The first array makes Python look up NumPy's functions. Ctrl-C during that is a panic, which no cache survives. NumPy is
+    // imported before, as this takes longer and may fail.
+    module.py().import("numpy")?;
     drop(PyArray1::<f32>::zeros(module.py(), 0, false).readwrite());
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("ARENA_BYTES_MAX", limits::ARENA_BYTES_MAX)?;

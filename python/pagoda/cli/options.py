@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TypeAlias
 
@@ -62,7 +63,9 @@ def retention(arguments: argparse.Namespace) -> SinkWindow | None:
 def load_spec(model: str) -> ModelSpec:
     """The spec of a preset or a config.json. Raises InvalidArgument, about a path if it looks like one."""
     path = Path(model)
-    is_path = bool(model) and (path.exists() or path.is_absolute() or model[0] == "." or path.suffix == ".json")
+    # `Path.exists` raises for a name that is too long and for a folder that may not be looked into.
+    there = os.path.exists(model)  # noqa: PTH110
+    is_path = there or path.is_absolute() or model.startswith(".") or path.suffix == ".json"
     return ModelSpec.from_config(model) if is_path else ModelSpec.preset(model)
 
 

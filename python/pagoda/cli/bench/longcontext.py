@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import time
@@ -188,9 +189,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def existing(directory: Path) -> Path:
     """The directory, or its parent if it is yet to be made. Raises InvalidArgument if neither exists."""
-    for place in (directory.absolute(), directory.absolute().parent):
-        if place.is_dir():
-            return place
+    with contextlib.suppress(OSError):
+        for place in (directory.absolute(), directory.absolute().parent):
+            if place.is_dir():
+                return place
     raise InvalidArgument(f"--disk = {str(directory)!r}: a directory, or a new one in one that is there")
 
 
