@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from pagoda.cache import Cache
 from pagoda.cli import main
-from pagoda.cli.bench import calls
+from pagoda.cli.bench import calls, depth, longcontext, quality
 from pagoda.lm import ContiguousCache
 
 
@@ -111,3 +112,18 @@ def test_calls_do_what_their_figures_are_named_after(monkeypatch: pytest.MonkeyP
         "empty attend, us": [one_more, one_more],
         "fork and release of 131,072 tokens, us": [long, long],
     }
+
+
+@pytest.mark.parametrize("part", [depth, longcontext, quality], ids=lambda part: part.__name__)
+def test_json_may_be_asked_for_before_the_part_and_after_it(part: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run(arguments: argparse.Namespace) -> int:
+        asked.append(arguments.json)
+        return 0
+
+    monkeypatch.setattr(part, "run", run)
+    name = part.__name__.rsplit(".", 1)[-1]
+    for arguments in (["--json", name], [name, "--json"], [name]):
+        assert main(["bench", *arguments]) == 0
+    assert asked == [True, True, False]
