@@ -619,18 +619,25 @@ def test_what_a_plot_shows(figure: Mock, tmp_path: Path) -> None:
     law, noise, language = figure.subplots.return_value
     # With this beta a rival's margin is its distance.
     row: dict[str, Any] = {"beta": CODE / 2, "recall": {1: 0.6, 2: 0.8, 8: 0.9, 9: 1.0}}
-    sigmas = {"f32": 0.0, "q8_0": 1.0, "q4_0": 2.0, "nvfp4": 4.0}
+    sigmas = {"f32": 0.0, "q8_0": 1.0, "q4_0": 2.0, "nvfp4": 4.0, "int8": 0.0, "mxfp4": 0.0}
     heads = [
         row | {"format": name, "context": context, "outliers": outliers, "sigma": sigma * (context / 4096)}
         for context in (2048, 4096)
         for outliers in OUTLIERS
         for name, sigma in sigmas.items()
     ]
+    places = {
+        "int8": (8.5, 1e-3),
+        "q8_0": (8.5, 4e-3),
+        "nvfp4": (5.0, 5e-3),
+        "q4_0": (4.5, 6e-3),
+        "mxfp4": (4.25, 8e-3),
+    }
     texts = [
         {"format": name, "retention": kept, "start": start, "bits": bits, "kld": kld * (start / 100)}
         for kept in ("all", "last 1,024")
         for start in (50, 100)
-        for name, bits, kld in (("q4_0", 4.5, 6e-3), ("f32", 32, 0.0), ("nvfp4", 5.0, 5e-3), ("q8_0", 8.5, 4e-3))
+        for name, (bits, kld) in reversed(({"f32": (32.0, 0.0)} | places).items())
     ]
     plot.draw({"heads": heads, "language": texts}, tmp_path / "quality.svg")
     figure.savefig.assert_called_once_with(tmp_path / "quality.svg")
@@ -661,9 +668,17 @@ def test_what_a_plot_shows(figure: Mock, tmp_path: Path) -> None:
     left = sorted(bars.values())
     assert all(after - before > 0.99 * width for before, after in itertools.pairwise(left))
 
-    places = {"q8_0": (8.5, 4e-3), "nvfp4": (5.0, 5e-3), "q4_0": (4.5, 6e-3)}
     shown = {place: options["color"] for place, options in language.scatter.call_args_list}
-    assert shown == {place: colours[name] for name, place in places.items()}
+    assert list(shown) == list(places.values())
+    assert len(set(shown.values())) == len(places)
+    assert all(shown[places[name]] == colour for name, colour in colours.items())
+    # Next to q4_0 is nvfp4, with a name to its right. Their neighbours are farther away, or next to a name to the left.
     named = {call.args[0]: (call.args[1], call.kwargs["ha"]) for call in language.annotate.call_args_list}
-    sides = {"q8_0": "left", "nvfp4": "left", "q4_0": "right"}
-    assert named == {name: (place, sides[name]) for name, place in places.items()}
+    assert named == {name: (place, "right" if name == "q4_0" else "left") for name, place in places.items()}
+
+    for panel, scale in ((law, None), (noise, "log"), (language, "log")):
+        options = panel.set.call_args.kwargs
+        assert options["title"]
+        assert (bool(options["ylabel"]), options.get("yscale")) == (True, scale)
+    law.legend.assert_called_once()
+    noise.legend.assert_called_once()
