@@ -133,6 +133,23 @@ def test_layers_that_are_not_run_count_like_those_that_are(monkeypatch: pytest.M
         assert depth.attention(spec, part, 10, 3, options) == [3 * (48 + run) + 1] * depth.RUNS
 
 
+def test_kinds_of_layers_share_the_memory_equally() -> None:
+    """A page of 64 tokens has 32 KiB in f16 in a layer of two heads, and 64 KiB in one of four."""
+    few, many = (pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=heads, head_dim=64) for heads in (2, 4))
+    spec = pagoda.ModelSpec([few, many] * 6)
+    # Of 191 or 192 KiB each.
+    for memory, counts in ((1, (1, 1)), (382 << 10, (5, 2)), (384 << 10, (6, 3)), (1 << 30, (6, 6))):
+        layers = depth.run_layers(spec, 64, memory, "f16", "f16").layers
+        assert (layers.count(few), layers.count(many)) == counts
+
+
+def test_a_cache_has_room_for_a_sequence_and_a_branch_of_it() -> None:
+    spec, options = pagoda.ModelSpec.preset("llama-3.1-8b"), {"k_dtype": "f16", "v_dtype": "f16"}
+    with depth.cache_for(spec, 131_072, 16, options) as cache:
+        (blocks,) = cache.stats().device
+        assert blocks.free * 64 > 131_072 + 2 * 16
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -161,6 +178,13 @@ def test_the_command_refuses_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(depth, "timed", lambda *_: pytest.fail("something is measured"))
     refused("bench", "depth", *arguments)
+
+
+def test_more_tokens_than_a_sequence_may_have_are_refused(refused: Callable[..., str]) -> None:
+    """2047 * 2^20 and 2^20 - 1 are together as many as a sequence may have."""
+    for tokens, argument in (((1 << 20) - 1, "--depths: "), (1 << 20, "--tokens = 1048576, --depths = '2047m': ")):
+        said = refused("bench", "depth", "--models", "shipped", "--depths", "2047m", "--tokens", str(tokens))
+        assert said.startswith(argument)
 
 
 @pytest.mark.parametrize("model", ["shipped", "llama-3.1-8b"])
