@@ -1,4 +1,4 @@
-"""What is said of this machine's memory, against psutil, and on systems that say less of it than Linux does."""
+"""What is said of this machine: its memory, against psutil and on systems that say less than Linux does, and its kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pagoda
 import psutil
 import pytest
 from pagoda.measuring import machine
@@ -61,3 +62,12 @@ def test_a_proc_that_says_little(proc: Path) -> None:
     assert free == total
     (proc / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:  300 kB\n")
     assert machine.ram() == (300 * 1024, total)
+
+
+def test_kernels_are_those_that_caches_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGODA_CPU_ISA", raising=False)
+    assert machine.build() == pagoda.build_info()
+    monkeypatch.setenv("PAGODA_CPU_ISA", "scalar")
+    spec = pagoda.ModelSpec([pagoda.AttentionLayer(1, 1, 64)])
+    with pagoda.Cache(spec, device_memory="1MiB", host_memory=0) as cache:
+        assert machine.build() == pagoda.build_info() | {"isa": cache._core.isa}

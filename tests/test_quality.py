@@ -323,7 +323,7 @@ def test_the_sink_holds_no_value() -> None:
     "make",
     [
         lambda: beta_for(1 << 60),
-        lambda: Head(1000, 1.0),
+        lambda: Head(2047, 1.0),
         lambda: Head(8192, 1.0, "many"),  # type: ignore[arg-type]
         lambda: ShippedText(stored("f32"), starts=(100, 50)),
         lambda: ShippedText(stored("f32"), starts=(1 << 20,)),
