@@ -166,6 +166,24 @@ def test_rows_have_the_logits_that_are_promised(outliers: Outliers, sink: float 
     assert head.ages.max() <= 2998
 
 
+def test_outliers_are_as_large_as_they_are_said_to_be() -> None:
+    """In channels i and i + 64 of the two slowest pairs: constants of either sign, or noise."""
+
+    def keys(outliers: Outliers) -> Rows:
+        return np.concatenate([keys[:, 0] for keys, _ in Head(4000, 10.0, outliers, needles=16).chunks()])
+
+    slowest = np.isin(np.arange(HEAD_DIM), (62, 63, 126, 127))
+    plain = keys("none")
+    sizes: dict[Outliers, int] = {"offset10": 10, "offset60": 60}
+    for outliers, size in sizes.items():
+        added = keys(outliers) - plain
+        np.testing.assert_allclose(np.abs(added), np.broadcast_to(size * slowest, added.shape), atol=1e-4)
+        assert added.min() < 0 < added.max()
+    varying = keys("varying")
+    np.testing.assert_allclose(varying[:, slowest].std(axis=0), 20, rtol=0.04)
+    assert varying[:, ~slowest].std(axis=0).max() < 2
+
+
 def test_a_head_is_the_same_twice_and_another_with_another_seed() -> None:
     first, again, other = (Head(2500, 9.0, needles=32, seed=seed) for seed in (1, 1, 2))
     rows = [np.concatenate([keys for keys, _ in head.chunks()]) for head in (first, again, other)]
