@@ -445,6 +445,22 @@ def test_there_is_room_for_the_tokens_that_are_written(refused: Callable[..., st
     assert said.startswith(f"--contexts: {(1 << 20) + 8:,} tokens have 12.0 GiB; ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tokens", str((1 << 20) - 2)], "--contexts: 2,147,483,647 tokens have "),
+        (["--tokens", str((1 << 20) - 1)], "--tokens = 1048575, --contexts = '2047m': "),
+        (["--seconds", "3600"], "--tokens = 3686401, --contexts = '2047m': "),
+        (["--seconds", "3600.1"], "--seconds = 3600.1: above 0, at most 3600"),
+    ],
+)
+def test_more_tokens_than_a_sequence_may_have_are_refused(
+    arguments: list[str], said: str, refused: Callable[..., str]
+) -> None:
+    """2047 * 2^20, one that is not timed and 2^20 - 2 are as many as a sequence may have."""
+    assert refused(*bench("--contexts", "2047m", "--weights", "0", *arguments)).startswith(said)
+
+
 def test_budgets_whose_pages_are_too_few_are_named(rates: dict[str, float], refused: Callable[..., str]) -> None:
     """Five pages of 768 KiB fit in 4 MiB, but each half holds only two."""
     memory = ["--device-memory", "2MiB", "--host-memory", "2MiB"]
