@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import device_arrays
@@ -316,10 +318,11 @@ def test_what_a_gpu_reads_over_which_link(
 
 
 def test_a_gpu_with_room_for_everything(gpu: StrictDriver, capsys: pytest.CaptureFixture[str]) -> None:
-    row = on_gpu(capsys, "--contexts", "300", "--tokens", "2", "--device-memory", "4MiB")
-    seen = np.mean([302, 303]) * 3 * LAYER_ELEMENTS * 2
+    """The last of the tokens begins a sixth page."""
+    row = on_gpu(capsys, "--contexts", "318", "--tokens", "2", "--device-memory", "4MiB")
+    seen = np.mean([320, 321]) * 3 * LAYER_ELEMENTS * 2
     assert row["bytes_per_token"] == {"device": 10_000 + seen, "pcie": 0, "memory": 0, "disk": 0}
-    assert row["planned_bytes"] == {"ring": 0, "device": 5 * PAGE * 3 * LAYER_ELEMENTS * 2, "host": 0, "disk": 0}
+    assert row["planned_bytes"] == {"ring": 0, "device": 6 * PAGE * 3 * LAYER_ELEMENTS * 2, "host": 0, "disk": 0}
 
 
 def test_weights_are_read_before_each_layer(
@@ -459,6 +462,15 @@ def test_more_tokens_than_a_sequence_may_have_are_refused(
 ) -> None:
     """2047 * 2^20, one that is not timed and 2^20 - 2 are as many as a sequence may have."""
     assert refused(*bench("--contexts", "2047m", "--weights", "0", *arguments)).startswith(said)
+
+
+def test_the_file_that_measures_the_disk_has_room_beside_the_tier(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 2 GiB that are free, it takes one."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2 * GIB))
+    memory = ["--device-memory", "1MiB", "--host-memory", "1MiB", "--disk", str(tmp_path)]
+    assert refused(*bench("--contexts", "1m", "--weights", "0", *memory)).endswith(", disk_memory = 1.0 GiB")
 
 
 def test_budgets_whose_pages_are_too_few_are_named(rates: dict[str, float], refused: Callable[..., str]) -> None:
