@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import device_arrays
@@ -16,7 +17,7 @@ from emulator.driver import CallerStream, EmulatedDriver
 from pagoda.kernels import arguments, instances
 from pagoda.kernels.instances import Kernel
 from pagoda.lm.arrays import Library
-from pagoda.measuring import gpu
+from pagoda.measuring import backends, gpu
 from pagoda.measuring.backends import CpuBackend, GpuBackend
 from pagoda.report import StepReport
 from test_device_streaming import Clocked, ClockedStream
@@ -39,6 +40,19 @@ def test_each_thread_of_the_cpu_reads_its_part_of_each_layer(monkeypatch: pytest
     assert [len(parts) for parts in shares] == [3] * 7
     assert np.concatenate([part for parts in shares for part in parts]).tolist() == list(range(1000))
     assert max(sum(map(len, parts)) for parts in shares) == -(-1000 // 7)
+
+
+def test_weights_have_been_read_when_the_cpu_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def slowly(words: npt.NDArray[np.uint64]) -> None:
+        time.sleep(0.02)
+        read.append(len(words))
+
+    with CpuBackend(8 * 12, 2, 3) as backend:
+        monkeypatch.setattr(backends, "np", SimpleNamespace(add=SimpleNamespace(reduce=slowly)))
+        backend.read_weights(1)
+        assert read == [2, 2, 2]
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 8 * 64 - 1, 8 * 64, 20 * 64 + 5])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import device_arrays
@@ -24,8 +26,10 @@ from pagoda.cli.console import results
 from pagoda.device import cuda
 from pagoda.kernels.instances import Kernel
 from pagoda.measuring import machine
+from pagoda.measuring.backends import CpuBackend
 from pagoda.planner import Planner
 from pagoda.rates import Calibration, keep
+from rich.console import Console
 from shares import Shares
 
 BYTES = 6 * 2 * 2 * 256
@@ -126,6 +130,29 @@ def test_the_peak_is_of_the_row(
     assert row["peak_resident_bytes"] < most
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is that of the process")
+@pytest.mark.parametrize("when", ["filling", "writing"])
+def test_the_peak_is_that_of_filling_or_of_writing(
+    when: str, rates: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is taken in between, and given back, counts; what the process has grown by does not have it."""
+    most, before = 256 << 20, machine.resident()
+
+    def also_takes(call: Callable[..., Any]) -> Callable[..., Any]:
+        def taking(*given: Any) -> Any:
+            np.ones(most, np.uint8)
+            return call(*given)
+
+        return taking
+
+    owner, name = (longcontext, "fill") if when == "filling" else (CpuBackend, "finish")
+    monkeypatch.setattr(owner, name, also_takes(getattr(owner, name)))
+    assert main([*bench("--contexts", "300", "--tokens", "1", "--weights", "0"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["longcontext"]
+    assert row["peak_resident_bytes"] > before + most // 2
+    assert row["grown_bytes"] < most // 2
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say")
 def test_the_peak_is_of_the_process_and_not_of_what_started_it() -> None:
     large = np.ones(512 << 20, np.uint8)
@@ -153,15 +180,44 @@ def test_a_narrow_terminal_loses_no_digit(
     assert cells == expected
 
 
-def test_a_table_for_people(
-    rates: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "240")
+def test_figures_stand_under_their_headings(capsys: pytest.CaptureFixture[str]) -> None:
+    """Links carry 100, 10 and 2 GB/s, and a token takes 3, 2 and 1 GB over them: at most two tokens a second."""
+    row: dict[str, Any] = {"context": 1 << 20, "tokens_per_second": 0.5, "waited_seconds_per_token": 1.25}
+    row |= {"ceilings": {"device": 100e9, "pcie": 10e9, "disk": 2e9}, "fill_seconds": 12.5, "grown_bytes": 3 << 10}
+    row |= {"bytes_per_token": {"disk": 1e9, "pcie": 2e9, "device": 3e9}, "peak_resident_bytes": 5 << 30}
+    row |= {"tier_bytes": {"device": 5 << 20, "host": 6 << 20, "disk": 7 << 20}}
+    row |= {"planned_bytes": {"ring": 1 << 20, "device": 2 << 20, "host": 3 << 20, "disk": 4 << 20}}
+    document = {"model": longcontext.HYBRID, "format": "q8_0/q4_0", "device": "cuda", "threads": 3}
+    document |= {"weights_bytes": 1_230_000_000, "longcontext": [row | longcontext.against(row)]}
+    longcontext.draw(document, Console(width=400))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].strip() == f"{longcontext.HYBRID}, q8_0/q4_0, 1.23 GB of weights a token, cuda, 3 threads"
+    headings, cells = (
+        [cell.strip() for cell in line.split(line[0])[1:-1]] for line in printed if line.startswith(("┃", "│"))
+    )
+    assert dict(zip(headings, cells, strict=True)) == {
+        "context": "1m",
+        "tok/s": "0.50",
+        "roofline": "2.00",
+        "achieved": "25%",
+        "device a token": "3.00 GB, 1.5 of 100.0 GB/s",
+        "pcie a token": "2.00 GB, 1.0 of 10.0 GB/s",
+        "disk a token": "1.00 GB, 0.5 of 2.0 GB/s",
+        "waited": "1.250 s",
+        "planned: ring, device, host, disk": "1.0 MiB, 2.0 MiB, 3.0 MiB, 4.0 MiB",
+        "on device, host, disk": "5.0 MiB, 6.0 MiB, 7.0 MiB",
+        "peak RSS": "5.0 GiB",
+        "grown": "3.0 KiB",
+        "filled in": "12.5 s",
+    }
+    assert "Qwen3.5-0.8B" in "".join(printed[5:])
+    longcontext.draw(document | {"model": "llama-3.1-8b"}, Console(width=400))
+    assert "Qwen" not in capsys.readouterr().out
+
+
+def test_a_table_for_people(rates: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(bench("--contexts", "300", "--tokens", "1", "--weights", "0")) == 0
-    printed = capsys.readouterr().out
-    assert "of 7.0 GB/s" in printed
-    assert "Qwen3.5-0.8B" in printed
-    assert "achieved" in printed
+    assert "of 7.0 GB/s" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_ring_of_a_gpu_is_room_for_no_page() -> None:
@@ -262,10 +318,11 @@ def test_what_a_gpu_reads_over_which_link(
 
 
 def test_a_gpu_with_room_for_everything(gpu: StrictDriver, capsys: pytest.CaptureFixture[str]) -> None:
-    row = on_gpu(capsys, "--contexts", "300", "--tokens", "2", "--device-memory", "4MiB")
-    seen = np.mean([302, 303]) * 3 * LAYER_ELEMENTS * 2
+    """The last of the tokens begins a sixth page."""
+    row = on_gpu(capsys, "--contexts", "318", "--tokens", "2", "--device-memory", "4MiB")
+    seen = np.mean([320, 321]) * 3 * LAYER_ELEMENTS * 2
     assert row["bytes_per_token"] == {"device": 10_000 + seen, "pcie": 0, "memory": 0, "disk": 0}
-    assert row["planned_bytes"] == {"ring": 0, "device": 5 * PAGE * 3 * LAYER_ELEMENTS * 2, "host": 0, "disk": 0}
+    assert row["planned_bytes"] == {"ring": 0, "device": 6 * PAGE * 3 * LAYER_ELEMENTS * 2, "host": 0, "disk": 0}
 
 
 def test_weights_are_read_before_each_layer(
@@ -382,6 +439,38 @@ def test_what_a_cache_refuses_is_refused_before_anything_is_measured(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(longcontext, "memory_ceiling", lambda _: pytest.fail("something is measured"))
     assert refused(*bench("--contexts", "2k", "--weights", "0", *arguments)).startswith(named)
+
+
+def test_there_is_room_for_the_tokens_that_are_written(refused: Callable[..., str]) -> None:
+    """The context, one token that is not timed, and those that are."""
+    memory = ["--device-memory", "1MiB", "--host-memory", "1MiB"]
+    said = refused(*bench("--contexts", "1m", "--tokens", "7", "--weights", "0", *memory))
+    assert said.startswith(f"--contexts: {(1 << 20) + 8:,} tokens have 12.0 GiB; ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tokens", str((1 << 20) - 2)], "--contexts: 2,147,483,647 tokens have "),
+        (["--tokens", str((1 << 20) - 1)], "--tokens = 1048575, --contexts = '2047m': "),
+        (["--seconds", "3600"], "--tokens = 3686401, --contexts = '2047m': "),
+        (["--seconds", "3600.1"], "--seconds = 3600.1: above 0, at most 3600"),
+    ],
+)
+def test_more_tokens_than_a_sequence_may_have_are_refused(
+    arguments: list[str], said: str, refused: Callable[..., str]
+) -> None:
+    """2047 * 2^20, one that is not timed and 2^20 - 2 are as many as a sequence may have."""
+    assert refused(*bench("--contexts", "2047m", "--weights", "0", *arguments)).startswith(said)
+
+
+def test_the_file_that_measures_the_disk_has_room_beside_the_tier(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 2 GiB that are free, it takes one."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2 * GIB))
+    memory = ["--device-memory", "1MiB", "--host-memory", "1MiB", "--disk", str(tmp_path)]
+    assert refused(*bench("--contexts", "1m", "--weights", "0", *memory)).endswith(", disk_memory = 1.0 GiB")
 
 
 def test_budgets_whose_pages_are_too_few_are_named(rates: dict[str, float], refused: Callable[..., str]) -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import emulator
+import numpy as np
 import pagoda
 import pytest
 from emulator.driver import EmulatedDriver
@@ -112,6 +113,20 @@ def test_what_reads_memory_reads_all_of_it(name: str, row: int) -> None:
         tokens = (2 << 20) // (4 * 2 * 2 * row)
         for _ in range(3):
             assert reader.read().bytes == (tokens + 1) * 4 * 2 * 2 * row
+
+
+def test_reads_go_on_for_as_long_as_asked_after_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one takes ten seconds, as nothing is warm, and each later one two."""
+    now = 0.0
+
+    def read() -> calibration._Span:
+        nonlocal now
+        start = now
+        now += 2 if now else 10
+        return calibration._Span(start, now, 1)
+
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert calibration._read_for(5.0, read) == [(10, 12, 1), (12, 14, 1), (14, 16, 1)]
 
 
 def test_rates_at_once_are_of_passes_that_met_the_disk() -> None:
@@ -350,6 +365,23 @@ def test_each_way_is_timed_alone_and_beside_the_others(clock: Callable[[Clocked]
         assert measured.get("mapped", 45e9) == pytest.approx(45e9, rel=0.02)
         assert measured.get("memory", 1.0) > 0
     assert routes.start == pytest.approx({"ring": 8e-6, "mapped": 0.0, "memory": 8e-6}, abs=1e-7)
+
+
+def test_a_piece_is_read_in_place_once_by_all_multiprocessors_together(clock: Callable[[Clocked], None]) -> None:
+    """Three of them cannot divide it evenly."""
+    driver: Any = Watched(45e9, 50e9)
+    driver.multiprocessors = 3
+    clock(driver)
+    gpu.measure(driver, 3, lambda: None, 1 << 20)
+    host, listed = driver.lists
+    *runs, (_, _, word) = listed.view(np.uint64).reshape(-1, 3).tolist()
+    starts = [sum(size for *_, size in runs[:index]) for index in range(4)]
+    assert starts[3] == len(host) == 256 << 20
+    assert [source - host.ctypes.data for source, _, _ in runs] == starts[:3]
+    assert [target - runs[0][1] for _, target, _ in runs] == starts[:3]
+    assert all(start % 16 == 0 for start in starts)
+    assert max(size for *_, size in runs) - min(size for *_, size in runs) <= 3 * 16
+    assert word == 16, "the start of a kernel is timed with almost no bytes"
 
 
 def test_rates_of_ways_that_share_a_link(clock: Callable[[Clocked], None]) -> None:

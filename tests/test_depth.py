@@ -18,11 +18,12 @@ from pagoda.cli.console import kept
 
 
 def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """Gemma 4 has layers that do not store K, and DeepSeek V3 stores no V."""
     arguments = [
         "bench",
         "depth",
         "--models",
-        "shipped,gemma-4-12b",
+        "shipped,gemma-4-12b,deepseek-v3",
         "--formats",
         "f16,q8_0/q4_0",
         "--depths",
@@ -34,7 +35,7 @@ def test_every_model_format_and_depth_has_a_row(capsys: pytest.CaptureFixture[st
     assert document["threads"] == 2
     rows = document["depth"]
     assert [(row["model"], row["format"], row["depth"]) for row in rows] == list(
-        itertools.product(["shipped", "gemma-4-12b"], ["f16", "q8_0/q4_0"], [70, 100])
+        itertools.product(["shipped", "gemma-4-12b", "deepseek-v3"], ["f16", "q8_0/q4_0"], [70, 100])
     )
     assert all(row["tokens"] == 2 and row["tokens_per_second"] > 0 <= row["deviation"] for row in rows)
     assert main([*arguments[:-2], "--memory", "100MiB"]) == 0
@@ -110,13 +111,6 @@ def test_what_is_kept_has_a_name(keep: pagoda.SinkWindow | None, named: str) -> 
     assert kept(keep) == named
 
 
-def test_json_may_be_asked_for_before_the_part(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--models", "shipped", "--formats", "f16", "--depths", "70", "--tokens", "1"]
-    for order in (["bench", "--json", "depth", *arguments], ["bench", "depth", *arguments, "--json"]):
-        assert main(order) == 0
-        assert len(json.loads(capsys.readouterr().out)["depth"]) == 1
-
-
 def test_a_folder_may_have_brackets_in_its_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -137,6 +131,23 @@ def test_layers_that_are_not_run_count_like_those_that_are(monkeypatch: pytest.M
     for memory, run in ((1, 2), (1 << 30, 48)):
         part = depth.run_layers(spec, 10, memory, "f16", "f16")
         assert depth.attention(spec, part, 10, 3, options) == [3 * (48 + run) + 1] * depth.RUNS
+
+
+def test_kinds_of_layers_share_the_memory_equally() -> None:
+    """A page of 64 tokens has 32 KiB in f16 in a layer of two heads, and 64 KiB in one of four."""
+    few, many = (pagoda.AttentionLayer(num_q_heads=4, num_kv_heads=heads, head_dim=64) for heads in (2, 4))
+    spec = pagoda.ModelSpec([few, many] * 6)
+    # Of 191 or 192 KiB each.
+    for memory, counts in ((1, (1, 1)), (382 << 10, (5, 2)), (384 << 10, (6, 3)), (1 << 30, (6, 6))):
+        layers = depth.run_layers(spec, 64, memory, "f16", "f16").layers
+        assert (layers.count(few), layers.count(many)) == counts
+
+
+def test_a_cache_has_room_for_a_sequence_and_a_branch_of_it() -> None:
+    spec, options = pagoda.ModelSpec.preset("llama-3.1-8b"), {"k_dtype": "f16", "v_dtype": "f16"}
+    with depth.cache_for(spec, 131_072, 16, options) as cache:
+        (blocks,) = cache.stats().device
+        assert blocks.free * 64 > 131_072 + 2 * 16
 
 
 @pytest.mark.parametrize(
@@ -167,6 +178,13 @@ def test_the_command_refuses_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(depth, "timed", lambda *_: pytest.fail("something is measured"))
     refused("bench", "depth", *arguments)
+
+
+def test_more_tokens_than_a_sequence_may_have_are_refused(refused: Callable[..., str]) -> None:
+    """2047 * 2^20 and 2^20 - 1 are together as many as a sequence may have."""
+    for tokens, argument in (((1 << 20) - 1, "--depths: "), (1 << 20, "--tokens = 1048576, --depths = '2047m': ")):
+        said = refused("bench", "depth", "--models", "shipped", "--depths", "2047m", "--tokens", str(tokens))
+        assert said.startswith(argument)
 
 
 @pytest.mark.parametrize("model", ["shipped", "llama-3.1-8b"])

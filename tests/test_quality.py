@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import ml_dtypes
@@ -21,6 +25,8 @@ from pagoda.cli import main
 from pagoda.cli.bench import quality as command
 from pagoda.errors import BackendUnavailable, InvalidArgument
 from pagoda.formats import FORMATS
+from pagoda.lm import ContiguousCache
+from pagoda.models import SHIPPED_TEXT
 from pagoda.quality import plot
 from pagoda.quality.heads import (
     CODE,
@@ -40,6 +46,7 @@ from pagoda.quality.heads import (
 from pagoda.quality.language import ShippedText
 from pagoda.quality.measure import CacheOf, Fidelity, Recall, ask, key_errors, read_logits, streaming
 from pagoda.spec import ModelSpec
+from rich.console import Console
 
 Rows = npt.NDArray[np.float32]
 Rounding = Callable[[Rows], Rows]
@@ -157,6 +164,24 @@ def test_rows_have_the_logits_that_are_promised(outliers: Outliers, sink: float 
     assert len(np.unique(head.ages)) == 64
     assert head.ages.min() >= 1
     assert head.ages.max() <= 2998
+
+
+def test_outliers_are_as_large_as_they_are_said_to_be() -> None:
+    """In channels i and i + 64 of the two slowest pairs: constants of either sign, or noise."""
+
+    def keys(outliers: Outliers) -> Rows:
+        return np.concatenate([keys[:, 0] for keys, _ in Head(4000, 10.0, outliers, needles=16).chunks()])
+
+    slowest = np.isin(np.arange(HEAD_DIM), (62, 63, 126, 127))
+    plain = keys("none")
+    sizes: dict[Outliers, int] = {"offset10": 10, "offset60": 60}
+    for outliers, size in sizes.items():
+        added = keys(outliers) - plain
+        np.testing.assert_allclose(np.abs(added), np.broadcast_to(size * slowest, added.shape), atol=1e-4)
+        assert added.min() < 0 < added.max()
+    varying = keys("varying")
+    np.testing.assert_allclose(varying[:, slowest].std(axis=0), 20, rtol=0.04)
+    assert varying[:, ~slowest].std(axis=0).max() < 2
 
 
 def test_a_head_is_the_same_twice_and_another_with_another_seed() -> None:
@@ -316,7 +341,7 @@ def test_the_sink_holds_no_value() -> None:
     "make",
     [
         lambda: beta_for(1 << 60),
-        lambda: Head(1000, 1.0),
+        lambda: Head(2047, 1.0),
         lambda: Head(8192, 1.0, "many"),  # type: ignore[arg-type]
         lambda: ShippedText(stored("f32"), starts=(100, 50)),
         lambda: ShippedText(stored("f32"), starts=(1 << 20,)),
@@ -343,6 +368,44 @@ def test_the_shipped_model_over_formats(text: ShippedText) -> None:
         kld[name] = first.kld
     assert kld["f32"] == 0.0
     assert 0 < kld["f16"] < kld["bf16"] < kld["q8_0"] < kld["q4_0"]
+
+
+def test_divergence_is_what_it_is_defined_as(text: ShippedText) -> None:
+    """Of predictions that are made all at once, over plain arrays, from rows rounded in the same way."""
+    model, count = text.model, 800
+    tokens = model.tokenizer.encode(SHIPPED_TEXT.read_text())[: count + 1]
+
+    def predictions(rounding: Rounding) -> npt.NDArray[np.float64]:
+        cache = ContiguousCache(model.spec, k_dtype="f32", v_dtype="f32")
+        with cache.step([cache.create()], [count]) as step:
+
+            def forward(layer: int, q: Rows, k: Rows, v: Rows) -> Rows:
+                return step.forward(layer, q, rounding(k), rounding(v))
+
+            through: Any = SimpleNamespace(positions=step.positions, forward=forward)
+            shares = np.exp(model.forward(tokens[:-1], through, logits="all").astype(np.float64))
+        return np.asarray(shares / shares.sum(axis=1, keepdims=True))
+
+    exact, rounded = predictions(lambda rows: rows), predictions(MODELS["q4_0"])
+    stretches = text.divergence(modelled(MODELS["q4_0"]))
+    assert [stretch.start for stretch in stretches] == [300, 600]
+    for stretch in stretches:
+        bits, exact_bits, divergence, leads = [], [], [], []
+        for at in range(stretch.start, stretch.start + 200):
+            p, q = exact[at], rounded[at]
+            bits.append(-math.log2(q[tokens[at + 1]]))
+            exact_bits.append(-math.log2(p[tokens[at + 1]]))
+            divergence.append(sum(p * np.log(p / q)))
+            second, first = sorted(p)[-2:]
+            leads.append(math.log(first / second) if p.argmax() != q.argmax() else 0.0)
+        largest = sorted(divergence)[-2:]
+        near = functools.partial(pytest.approx, rel=0.01)
+        assert stretch.bits_per_byte == near(np.mean(bits))
+        assert math.log2(stretch.perplexity) == near(np.mean(bits) - np.mean(exact_bits))
+        assert stretch.kld == near(np.mean(divergence))
+        assert largest[0] < stretch.kld_999 < largest[1]
+        assert stretch.same_top == 1 - np.count_nonzero(leads) / 200 < 1
+        assert stretch.lost_lead == near(max(leads))
 
 
 @pytest.mark.parametrize("name", ["int8", "q8_0"])
@@ -411,19 +474,86 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    arguments = ["bench", "quality", "--formats", "f16,q8_0/q4_0", "--contexts", "2k"]
-    assert main([*arguments, "--json"]) == 0
+def test_every_format_and_what_is_kept_have_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "KEPT", (pagoda.SinkWindow(0, 64), pagoda.SinkWindow(4, 64)))
+    assert main(["bench", "quality", "--formats", "q8_0,f16/q4_0", "--contexts", "2k,3k,2k", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [row["format"] for row in report["heads"]] == ["f16", "q8_0/q4_0"] * 4
-    assert [row["retention"] for row in report["streaming"]] == list(command.RETENTION)
-    kept = {"all", "last 1,024", "4 + last 1,024", "64 + last 4,096"}
-    assert {row["retention"] for row in report["language"]} == kept
-    assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert "associative recall, 2k" in printed
-    assert "q8_0/q4_0" in printed
+    assert [(row["context"], row["outliers"], row["format"]) for row in report["heads"]] == list(
+        itertools.product([2048, 3072], OUTLIERS, ["q8_0", "f16/q4_0"])
+    )
+    # What is no longer kept is not found, and without the sink all queries are answered. No tokens are dropped by default.
+    answered = {"all": (None, 0), "last 1,024": (0, 1), "4 + last 1,024": (0, 0)}
+    for row, (kept, name) in zip(report["streaming"], itertools.product(answered, ["f32", "q8_0"]), strict=True):
+        assert (row["context"], row["retention"], row["format"]) == (2048, kept, name)
+        assert (row["recall_within"], row["recall_beyond"], row["invented"]) == (1, *answered[kept])
+    everything = [("q8_0", "all", 8.5), ("f16/q4_0", "all", 10.25)]
+    windows = itertools.product(["last 64", "4 + last 64"], [("f32", 32), ("q8_0", 8.5)])
+    assert [(row["format"], row["retention"], row["bits"]) for row in report["language"]] == [
+        *everything,
+        *((name, kept, bits) for kept, (name, bits) in windows),
+    ]
+    assert all((row["kld"] > 1e-2) == (row["retention"] != "all") for row in report["language"])
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize(("options", "cache_of"), [([], by_default), (["--plain"], stored)])
+def test_rows_are_centred_and_rotated_unless_they_are_to_be_plain(
+    options: list[str],
+    cache_of: Callable[[str], CacheOf],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "STREAM_CONTEXTS", ())
+    assert main(["bench", "quality", "--formats", "q4_0", "--contexts", "2k", "--json", *options]) == 0
+    for row in json.loads(capsys.readouterr().out)["heads"]:
+        head = recall_head(2048, row["outliers"])
+        assert row["sigma"] == pytest.approx(Recall(head).fidelity(cache_of("q4_0")).sigma, rel=1e-3)
+
+
+def test_figures_stand_under_their_headings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = {"context": 4096, "outliers": "varying", "format": "q8_0/q4_0", "sigma": 0.012, "sigma_law": 0.034}
+    head |= {"kl": 5.6e-7, "output_error": 0.078, "found": 0.901, "needle_weight": 0.234, "needle_weight_law": 0.567}
+    head |= {"recall": {1: 0.11, 2: 0.22, 4: 0.44, 8: 0.88}, "recall_law": {1: 0.13, 2: 0.24, 4: 0.46, 8: 0.89}}
+    stream = {"context": 131_072, "retention": "last 1,024", "format": "q5_0", "recall_within": 0.123}
+    stream |= {"invented": 0.456, "presence": 0.0078, "presence_law": 0.0091}
+    text = {"format": "f16", "bits": 16, "retention": "4 + last 1,024", "start": 32_768, "bits_per_byte": 1.2345}
+    text |= {"perplexity": 1.0678, "kld": 1.2e-3, "kld_999": 3.4e-2, "same_top": 0.9876}
+    report = {
+        "heads": [head, head | {"context": 2048, "outliers": "none"}],
+        "streaming": [stream | {"recall_beyond": None}, stream | {"recall_beyond": 0.789}],
+        "language": [text],
+    }
+    command.draw(report, [2048, 4096], Console(width=200))
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(";")[0].strip() for line in printed if "recall, " in line] == [
+        "associative recall, 2k",
+        "associative recall, 4k",
+    ]
+    tables: list[list[dict[str, str]]] = []
+    for line in printed:
+        if line.startswith("┃"):
+            headings = [cell.strip() for cell in line.split("┃")[1:-1]]
+            tables.append([])
+        if line.startswith("│"):
+            cells = [cell.strip() for cell in line.split("│")[1:-1]]
+            tables[-1].append(dict(zip(headings, cells, strict=True)))
+    of_head = {"format": "q8_0/q4_0", "sigma": "0.012 (0.034)", "KL, nats": "5.6e-07", "output error": "7.8e-02"}
+    of_head |= {"needle weight": "0.234 (0.567)", "found": "0.901", "1 off": "0.11 (0.13)", "2 off": "0.22 (0.24)"}
+    of_head |= {"4 off": "0.44 (0.46)", "8 off": "0.88 (0.89)"}
+    of_stream = {"context": "128k", "kept": "last 1,024", "format": "q5_0", "needles found, kept": "0.123"}
+    of_stream |= {"answers invented": "0.456", "weight off the sink": "0.0078 (0.0091)"}
+    of_text = {"format": "f16", "bits": "16.00", "kept": "4 + last 1,024", "after": "32k", "bits a byte": "1.2345"}
+    of_text |= {"perplexity, %": "106.78", "KLD, nats": "1.2e-03", "99.9 %": "3.4e-02", "same top, %": "98.76"}
+    assert tables == [
+        [{"outliers": "none"} | of_head],
+        [{"outliers": "varying"} | of_head],
+        [of_stream | {"dropped": "-"}, of_stream | {"dropped": "0.789"}],
+        [of_text],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -434,10 +564,6 @@ def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], m
         ["--contexts", "1k"],
         ["--contexts", "many"],
         ["--contexts", "4k,1000000m"],
-        ["--plot", "nowhere/quality.svg"],
-        ["--plot", "quality.what"],
-        ["--plot", "quality"],
-        ["--plot", "."],
     ],
 )
 def test_the_command_refuses_in_one_line(
@@ -445,6 +571,36 @@ def test_the_command_refuses_in_one_line(
 ) -> None:
     monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("something is measured"))
     refused("bench", "quality", *arguments)
+
+
+@pytest.fixture
+def figure(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """A figure that notes what is drawn, in place of matplotlib's, which tests do without; it has three panels."""
+    made = Mock()
+    made.canvas.get_supported_filetypes.return_value = {"png": "", "svg": ""}
+    made.subplots.return_value = [Mock(), Mock(), Mock()]
+    monkeypatch.setitem(sys.modules, "matplotlib", Mock())
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", Mock(Figure=lambda **_: made))
+    return made
+
+
+@pytest.mark.usefixtures("figure")
+@pytest.mark.parametrize("path", ["nowhere/quality.svg", "quality.what", "quality", ".", "folder.svg"])
+def test_a_plot_without_a_place_is_refused_before_anything_is_measured(
+    path: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("something is measured"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.svg").mkdir()
+    said = refused("bench", "quality", "--plot", path)
+    assert said == f"--plot = {path!r}: a file that can be written, like quality.png, of png, svg"
+
+
+@pytest.mark.usefixtures("figure")
+def test_a_plot_may_be_drawn_over_another(tmp_path: Path) -> None:
+    plot.check_path(tmp_path / "quality.SVG")
+    (tmp_path / "quality.png").touch()
+    plot.check_path(tmp_path / "quality.png")
 
 
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
@@ -458,16 +614,92 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
 
 
 @pytest.mark.usefixtures("_small")
-def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matplotlib_draws_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    arguments = ["bench", "quality", "--formats", "f16,q4_0", "--contexts", "2k", "--json", "--plot"]
+    arguments = ["bench", "quality", "--formats", "f16,q4_0", "--contexts", "2k", "--plot"]
     assert main([*arguments, str(tmp_path / "quality.svg")]) == 0
     assert (tmp_path / "quality.svg").read_text().startswith("<?xml")
-    measured = json.loads(capsys.readouterr().out)
-    # The problem shows only when the plot is written, after the figures.
-    (tmp_path / "other.svg").mkdir(0o700)
-    monkeypatch.setattr(plot, "check_path", lambda path: None)
-    assert main([*arguments, str(tmp_path / "other.svg")]) == 2
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_plot_that_cannot_be_written_leaves_the_results(
+    figure: Mock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure.savefig.side_effect = OSError("the drive is full")
+    arguments = ["bench", "quality", "--formats", "f16", "--contexts", "2k"]
+    assert main([*arguments, "--plot", str(tmp_path / "quality.svg")]) == 2
     out, err = capsys.readouterr()
-    assert err.count("--plot") == 1
-    assert json.loads(out).keys() == measured.keys()
+    assert err.startswith("pagoda: --plot = ")
+    assert "the drive is full" in err
+    for title in ("associative recall, 2k", "needles and a sink", "shipped model"):
+        assert title in out
+
+
+def test_what_a_plot_shows(figure: Mock, tmp_path: Path) -> None:
+    """Points and bars lie where the report says, those of a format in one colour, and names do not cover each other."""
+    law, noise, language = figure.subplots.return_value
+    # With this beta a rival's margin is its distance.
+    row: dict[str, Any] = {"beta": CODE / 2, "recall": {1: 0.6, 2: 0.8, 8: 0.9, 9: 1.0}}
+    sigmas = {"f32": 0.0, "q8_0": 1.0, "q4_0": 2.0, "nvfp4": 4.0, "int8": 0.0, "mxfp4": 0.0}
+    heads = [
+        row | {"format": name, "context": context, "outliers": outliers, "sigma": sigma * (context / 4096)}
+        for context in (2048, 4096)
+        for outliers in OUTLIERS
+        for name, sigma in sigmas.items()
+    ]
+    places = {
+        "int8": (8.5, 1e-3),
+        "q8_0": (8.5, 4e-3),
+        "nvfp4": (5.0, 5e-3),
+        "q4_0": (4.5, 6e-3),
+        "mxfp4": (4.25, 8e-3),
+    }
+    texts = [
+        {"format": name, "retention": kept, "start": start, "bits": bits, "kld": kld * (start / 100)}
+        for kept in ("all", "last 1,024")
+        for start in (50, 100)
+        for name, (bits, kld) in reversed(({"f32": (32.0, 0.0)} | places).items())
+    ]
+    plot.draw({"heads": heads, "language": texts}, tmp_path / "quality.svg")
+    figure.savefig.assert_called_once_with(tmp_path / "quality.svg")
+
+    (reach, curve), _ = law.plot.call_args
+    assert curve == pytest.approx([NormalDist().cdf(x / math.sqrt(2)) for x in reach])
+    assert (reach[0], reach[-1]) == (0, 4)
+    points, colours = {}, {}
+    for (across, up), options in law.scatter.call_args_list:
+        points[options["label"]] = set(zip(across, up, strict=True))
+        colours[options["label"]] = options["color"]
+    # Twice as much noise in the longer context.
+    assert points == {
+        "q8_0": {(2, 0.6), (4, 0.8), (1, 0.6), (2, 0.8)},
+        "q4_0": {(1, 0.6), (2, 0.8), (0.5, 0.6), (1, 0.8), (4, 0.9)},
+        "nvfp4": {(0.5, 0.6), (1, 0.8), (4, 0.9), (0.25, 0.6), (0.5, 0.8), (2, 0.9), (2.25, 1.0)},
+    }
+    assert len(set(colours.values())) == 3
+
+    ticks, names = noise.set_xticks.call_args.args
+    bars: dict[tuple[str, str], float] = {}
+    for ((at, heights), options), outliers in zip(noise.bar.call_args_list, OUTLIERS, strict=True):
+        assert options["label"] == outliers
+        bars |= {(outliers, name): x for name, x in zip(names, at, strict=True)}
+        assert dict(zip(names, heights, strict=True)) == sigmas
+        assert all(abs(x - tick) < 0.4 for x, tick in zip(at, ticks, strict=True))
+    width = noise.bar.call_args.kwargs["width"]
+    left = sorted(bars.values())
+    assert all(after - before > 0.99 * width for before, after in itertools.pairwise(left))
+
+    shown = {place: options["color"] for place, options in language.scatter.call_args_list}
+    assert list(shown) == list(places.values())
+    assert len(set(shown.values())) == len(places)
+    assert all(shown[places[name]] == colour for name, colour in colours.items())
+    # Next to q4_0 is nvfp4, with a name to its right. Their neighbours are farther away, or next to a name to the left.
+    named = {call.args[0]: (call.args[1], call.kwargs["ha"]) for call in language.annotate.call_args_list}
+    assert named == {name: (place, "right" if name == "q4_0" else "left") for name, place in places.items()}
+
+    for panel, scale in ((law, None), (noise, "log"), (language, "log")):
+        options = panel.set.call_args.kwargs
+        assert options["title"]
+        assert (bool(options["ylabel"]), options.get("yscale")) == (True, scale)
+    law.legend.assert_called_once()
+    noise.legend.assert_called_once()

@@ -157,8 +157,7 @@ class Head:
         rng = np.random.default_rng((self.seed, 3))
         wanted = np.exp(np.linspace(0, math.log(self.context - 2), self.needles)).astype(np.int64)
         at = np.arange(self.needles)
-        ages = at + np.maximum.accumulate(wanted - at)
-        return rng.permutation(np.minimum(ages, self.context - 2 - at[::-1]))
+        return rng.permutation(at + np.maximum.accumulate(wanted - at))
 
     @cached_property
     def words(self) -> Ids:

@@ -179,7 +179,8 @@ mod tests {
         for (size, parts) in [(0, 1), (2 * PART_BYTES, 2)] {
             let file = Noting::default();
             let limit = Duration::from_millis(5);
-            let (bytes, _) = time_reads(&file, size, limit, &Pulse::default()).unwrap();
+            let (bytes, took) = time_reads(&file, size, limit, &Pulse::default()).unwrap();
+            assert!(took >= limit);
             let (asked, forgotten) = (file.0.lock().unwrap(), file.1.lock().unwrap());
             let order = |kind| (0..parts * PART_BYTES).step_by(IO_BYTES_MAX).map(move |at| (kind, at));
             let pieces = (bytes / IO_BYTES_MAX as u64) as usize;

@@ -84,7 +84,7 @@ impl Lane {
         let generation = store.generation.fetch_add(blocks.len() as u64, Ordering::Relaxed);
         let mut headers = vec![0; blocks.len()];
         let pieces = header_pieces(geometry, group, &stretches, self.stage.bytes());
-        let payload = (0..layers).map(|layer| geometry.run(group, layer).end).max().unwrap_or(0);
+        let payload = geometry.run(group, layers - 1).end;
         self.run(Kind::Write, &pieces, None, "writing headers", |_, page, bytes| {
             let identity = (group.0, blocks[page].index(), generation + page as u64);
             let sums = &sums[page * layers..(page + 1) * layers];

@@ -2,6 +2,7 @@
 
 use super::io::fault::{Fault, FaultyDisk};
 use super::io::{Access, Directory, Folder};
+use super::segment::Slot;
 use super::*;
 use pagoda_core::ids::{BlockId, GroupId};
 use std::path::PathBuf;
@@ -161,7 +162,7 @@ fn a_piece_of_several_megabytes_is_cut_into_ios() {
 }
 
 #[test]
-fn neighbours_take_no_more_operations_than_one_page() {
+fn neighbours_share_operations() {
     let disk = FaultyDisk::default();
     let store = scratch(&disk);
     let mut lane = store.lane().unwrap();
@@ -177,8 +178,52 @@ fn neighbours_take_no_more_operations_than_one_page() {
         read(&mut lane, LARGE, pages, layers(LARGE)).unwrap();
         [written - start, disk.operations() - written]
     };
-    let (one, all) = (count(&pages[..1]), count(&pages));
-    assert!(all.iter().zip(&one).all(|(all, one)| all <= one), "{all:?}, and {one:?} for one");
+    // A page alone takes one for its header and one for each layer.
+    assert_eq!(count(&pages[..1]), [1 + 3, 3]);
+    assert_eq!(count(&pages[1..]), [1 + 3, 3]);
+    // In a segment that is full the layers follow each other.
+    let full = store.geometry().blocks_in(segment(own[0])).filter(|&(group, _)| group == LARGE);
+    assert_eq!(full.count(), pages.len());
+    assert_eq!(count(&pages), [1 + 1, 1]);
+}
+
+/// What is written to two slots at once is not written next to the first of them, where another page lies.
+#[test]
+fn slots_that_are_apart_are_no_neighbours() {
+    let disk = FaultyDisk::default();
+    let store = scratch(&disk);
+    let mut lane = store.lane().unwrap();
+    let at = |segment, slot| {
+        let is = |&block: &u32| geometry().slot(SMALL, BlockId::new(block)) == Slot { segment, slot };
+        (0..).find(is).unwrap()
+    };
+    let (first, next) = ((at(1, 0), 1), (at(1, 1), 2));
+    for apart in [(at(1, 2), 3), (at(3, 1), 3)] {
+        write(&mut lane, SMALL, &[next]).unwrap();
+        write(&mut lane, SMALL, &[first, apart]).unwrap();
+        for pages in [&[next][..], &[apart], &[first, apart]] {
+            read(&mut lane, SMALL, pages, layers(SMALL)).unwrap();
+        }
+    }
+}
+
+/// A lane gathers two of these pages at once, of five.
+#[test]
+fn what_is_left_of_a_stretch_is_written_and_read_as_well() {
+    let disk = FaultyDisk::default();
+    let geometry = Geometry::new(&[vec![3_000_001]], 200 << 20).unwrap();
+    let store = Arc::new(Store::scratch(&disk, geometry, FINGERPRINT, None).unwrap());
+    let mut lane = store.lane().unwrap();
+    let blocks: Vec<_> = (0..5).map(BlockId::new).collect();
+    assert_eq!(store.geometry().slot(LARGE, blocks[4]), Slot { segment: 0, slot: 4 });
+    lane.write(LARGE, &blocks, |page, _, target| target.fill(page as u8 + 1)).unwrap();
+    let mut seen = Vec::new();
+    let note = |page: usize, _, source: &[u8]| {
+        assert!(source.iter().all(|&byte| byte == page as u8 + 1));
+        seen.push(page);
+    };
+    lane.read(LARGE, &blocks, 0..1, note).unwrap();
+    assert_eq!(seen, [0, 1, 2, 3, 4]);
 }
 
 /// Their headers are read, and those of the others are not needed.

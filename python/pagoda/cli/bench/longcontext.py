@@ -273,7 +273,7 @@ def measure(
             return backend.moved(step.report, len(sequence) * token_bytes), step.report.waited
 
         start = time.perf_counter()
-        fill(cache, sequence, context, min(CHUNK, max(1, chunk)), convert)
+        fill(cache, sequence, context, min(CHUNK, chunk), convert)
         filled = time.perf_counter() - start
         # Once without timing: kernels are compiled, and moves of pages that had to make room end.
         write()
