@@ -85,6 +85,14 @@ def odd_rows(tokens: int, dim: int) -> Array:
     x[6::9, 1] = np.where(rng.random(x[6::9, 1].shape) < 0.05, -np.inf, x[6::9, 1])
     x[7::9, 0] = np.where(rng.random(x[7::9, 0].shape) < 0.02, np.nan, x[7::9, 0])
     x[8::9] = rng.choice([0.0, -0.0], x[8::9].shape)
+    # Ties among the smallest E4M3: of codes in a row with a scale of 1, and of the scales of nvfp4.
+    half = rng.integers(0, 8, (*x[9::18, 0].shape[:1], dim // 16)).repeat(16, -1) + 0.5
+    x[9::18, 0], x[9::18, 1] = half / 512 * rng.choice([-1, 1], half.shape), half / 512 * 6
+    x[9::18, 0, 0] = 448
+    # Numbers on both sides of 2^-126.
+    x[3::18, 1] = 1e-38 * rng.standard_normal(x[3::18, 1].shape)
+    # Only a few times 2^-149: scales are rounded so much that quotients are beyond the largest codes.
+    x[12::18] = 1e-42 * rng.standard_normal(x[12::18].shape)
     with np.errstate(over="ignore"):
         return x.astype(np.float32)
 
@@ -224,9 +232,12 @@ def test_few_rows_take_a_part_of_the_centre_before(size: float, kind: str) -> No
     other[..., 7], other[..., 8] = other[..., 7] + 20, other[..., 8] - 20
     k[..., 8], k[:, 1, 40] = k[..., 8] + 20, k[:, 1, 40] - 15
     k, other = ((x * size).astype(np.float32) for x in (k, other))
+    # The centre before is as far from this mean as 0 is.
+    k[..., 9] = 3 * size
+    other[..., 9] = 2 * k[0, 0, 9]
     before = center_of(other).astype(np.float32)
     center = kept_of(before, k[:5])
-    assert [list(np.flatnonzero(head)) for head in before] == [[3, 7, 8, 40]] * 2
+    assert [list(np.flatnonzero(head)) for head in before] == [[3, 7, 8, 9, 40]] * 2
     assert [list(np.flatnonzero(head)) for head in center] == [[3, 40], [3]]
     held = []
     for device, choice in (("cpu", "first"), ("cuda", "first"), ("cpu", [center])):
