@@ -87,7 +87,7 @@ BY_SHARE = [SHAPES[1], SHAPES[9], SHAPES[23], SHAPES[24]]
 """Decoding and prefill, with 16-bit and with quantised rows."""
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
 APPENDS += [("Q8_0", "Q4_0", "F32"), ("Fp8E4m3", "F16", "BF16"), ("BF16", "Int8", "F16"), ("F16", "Mxfp4", "F32")]
-APPENDS += [("Q5_0", "Q4_0", "BF16")]
+APPENDS += [("Q5_0", "Q4_0", "BF16"), ("F32", "F32", "F32")]
 
 
 @pytest.fixture(scope="module")
@@ -429,7 +429,7 @@ def test_append(formats: tuple[str, str, str], page_size: int, library: emulator
 
 
 @pytest.mark.parametrize("formats", [APPENDS[0], APPENDS[4]], ids="_".join)
-def test_append_to_pages_far_apart(formats: tuple[str, str, str], library: emulator.Library) -> None:
+def test_append_rows_far_apart_to_pages_far_apart(formats: tuple[str, str, str], library: emulator.Library) -> None:
     check_append(formats, 8, library, pitch=FAR // 2)
 
 
