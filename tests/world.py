@@ -1,7 +1,7 @@
 """A cache as kernels of attention see it, made by hand: pages, tables, work lists, and the expected results.
 
-Pages lie in random places on two tiers, rows that no query sees are NaN, table entries past the end point nowhere, and
-every array that a kernel may write is surrounded by canaries.
+Pages lie in random places on two tiers, rows that no query sees are NaN, table entries past the end and of pages that a
+span skips point nowhere, and every array that a kernel may write is surrounded by canaries.
 """
 
 from __future__ import annotations
@@ -257,6 +257,7 @@ class World:
             content = np.random.default_rng([self.seed, index, 1])
             for span, count in zip(sequence.spans, pages[index], strict=True):
                 self.write_rows(index, span, page_index, before, content)
+                self.table.array[index, page_index : page_index + span.skip // page] = NOWHERE
                 spans.append([page_index, span.skip, span.count, before, span.offset, span.position, span.sight])
                 page_index += count
                 before += span.count
@@ -652,7 +653,8 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
     library.launch("_".join(formats), 1, 32, call)
     assert misfit.array[0] == 0
     # Each of the elements that a thread has, and of V.
-    cases = [(np.nan, column, True) for column in (*range(8), dim + 3)] + [(np.inf, dim + 4, True), (-np.inf, 6, True)]
+    cases: list[tuple[Any, int, bool]] = [(np.nan, column, True) for column in (*range(8), dim + 3)]
+    cases += [(np.inf, dim + 4, True), (-np.inf, 6, True)]
     if given is np.float32 and k_kind in LEAST_MISFIT:
         least = np.float32(LEAST_MISFIT[k_kind])
         cases += [(least, 6, True), (np.nextafter(least, np.float32(0)), 6, False)]
