@@ -75,6 +75,7 @@ SHAPES = [
     Shape("F32", "PartOfK", "F32", 320, 256, "cores"),
     Shape("Q8_0", "PartOfK", "F16", 96, 64, "few"),
     Shape("Nvfp4", "PartOfK", "F32", 96, 64, "deterministic"),
+    Shape("Q8_0", "Q8_0", "BF16", 512, 256, "few"),
 ]
 FROM_V = [shape for shape in SHAPES if shape.k_from_v]
 FOLDED = [
@@ -111,7 +112,7 @@ def test_what_folds_is_exact_in_16_bits() -> None:
         assert np.array_equal(products.astype(np.float64), codes[:, None] * scales * unit)
 
 
-LENGTHS = [one(1), one(15), one(16), one(17), one(63), one(64), one(130, 2), one(200)]
+LENGTHS = [one(1), one(15), one(16), one(17), one(63), one(64), one(130, 3), one(200)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)

@@ -359,6 +359,25 @@ def test_nan_stays_in_a_row_that_is_rotated(name: str) -> None:
         assert np.isnan(out[40:]).all()
 
 
+@pytest.mark.parametrize(("name", "size"), [("fp8_e4m3", 64), ("mxfp4", 32), ("nvfp4", 16)])
+def test_nan_stays_in_a_block(name: str, size: int) -> None:
+    """In elements that share its scale, and in all results of queries that see it in a key; for many queries and for one."""
+    for device in ("cpu", "cuda"):
+        for which, place in (("v", slice(0, size)), ("k", slice(0, 64))):
+            q, k, v = rows(64, HEAD)
+            {"k": k, "v": v}[which][40, 0, 5] = np.nan
+            with cache_on(device, [HEAD], (name, name), center=None) as cache:
+                sequence = cache.create()
+                with cache.step([sequence], [64]) as step:
+                    out = step.forward(0, q, k, v)
+                with cache.step([sequence], [1]) as step:
+                    out = np.concatenate([out, step.forward(0, q[:1], k[:1], v[:1])])
+            right = np.zeros((65, 2, 64), bool)
+            right[40:, :, place] = True
+            np.testing.assert_array_equal(np.isnan(out), right)
+            assert np.isfinite(out[~right]).all()
+
+
 ROPE = pagoda.Rope(theta=50.0)
 LAYERS = {
     "plain": [SHAPE],
