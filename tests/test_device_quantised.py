@@ -382,7 +382,10 @@ ROPE = pagoda.Rope(theta=50.0)
 LAYERS = {
     "plain": [SHAPE],
     "rope": [layer(num_q_heads=4, num_kv_heads=2, head_dim=64, rope=ROPE)],
-    "window, sinks, cap": [layer(num_q_heads=6, num_kv_heads=2, head_dim=64, window=50, sinks=True, softcap=3.0)],
+    # A lane has several parts of such rows.
+    "window, sinks, cap": [
+        layer(num_q_heads=6, num_kv_heads=2, head_dim=160, v_head_dim=256, window=50, sinks=True, softcap=3.0)
+    ],
     "latent": [layer(num_q_heads=4, num_kv_heads=1, head_dim=96, v_head_dim=64, v_alias=True)],
     "shared": [SHAPE, layer(num_q_heads=2, num_kv_heads=2, head_dim=96, v_head_dim=64, kv_owner=0)],
 }
