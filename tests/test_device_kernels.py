@@ -75,6 +75,7 @@ SHAPES = [
     Shape("F32", "PartOfK", "F32", 320, 256, "cores"),
     Shape("Q8_0", "PartOfK", "F16", 96, 64, "few"),
     Shape("Nvfp4", "PartOfK", "F32", 96, 64, "deterministic"),
+    Shape("Q8_0", "Q8_0", "BF16", 512, 256, "few"),
 ]
 FROM_V = [shape for shape in SHAPES if shape.k_from_v]
 FOLDED = [
@@ -87,7 +88,7 @@ BY_SHARE = [SHAPES[1], SHAPES[9], SHAPES[23], SHAPES[24]]
 """Decoding and prefill, with 16-bit and with quantised rows."""
 APPENDS = [("F16", "F16", "F32"), ("BF16", "F32", "F16"), ("F32", "F16", "BF16"), ("BF16", "F16", "F32")]
 APPENDS += [("Q8_0", "Q4_0", "F32"), ("Fp8E4m3", "F16", "BF16"), ("BF16", "Int8", "F16"), ("F16", "Mxfp4", "F32")]
-APPENDS += [("Q5_0", "Q4_0", "BF16")]
+APPENDS += [("Q5_0", "Q4_0", "BF16"), ("F32", "F32", "F32")]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_what_folds_is_exact_in_16_bits() -> None:
         assert np.array_equal(products.astype(np.float64), codes[:, None] * scales * unit)
 
 
-LENGTHS = [one(1), one(15), one(16), one(17), one(63), one(64), one(130, 2), one(200)]
+LENGTHS = [one(1), one(15), one(16), one(17), one(63), one(64), one(130, 3), one(200)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -124,7 +125,7 @@ def test_every_engine_and_head_size(shape: Shape, library: emulator.Library) -> 
 def test_soft_caps_and_sinks(shape: Shape, library: emulator.Library) -> None:
     """In every engine and each division of work: results in one part and in several, and with common pages."""
     group = 2 if shape.dim > 256 else 3
-    batch = [one(1), one(150, 2), one(90, 40 if "stacked" in shape.engine else 1)]
+    batch = [one(1), one(150, 3), one(90, 40 if "stacked" in shape.engine else 1)]
     options: dict[str, Any] = {"group": group, "kv_heads": 1, "page_size": 8}
     for softcap, sinks in ((0.7, False), (None, True), (2.0, True)):
         world = World(shape, batch, softcap=softcap, sinks=sinks, window=70, **options)
@@ -138,8 +139,9 @@ def test_soft_caps_and_sinks(shape: Shape, library: emulator.Library) -> None:
 
 
 def test_scores_beyond_a_cap(library: emulator.Library) -> None:
-    """Scores at the cap, and NaN, which the cap must let through."""
+    """Scores at the cap, and NaN, which the cap must let through. Scores far below it, as exact as without."""
     for shape in (SHAPES[0], SHAPES[9], SHAPES[12]):
+        World(shape, [one(90, 3)], softcap=1e4).compare(library, 3)
         world = World(shape, [one(90, 3)], softcap=0.01)
         world.compare(library, 3)
         world.q.array[1, 2] = np.nan
@@ -150,10 +152,11 @@ def test_scores_beyond_a_cap(library: emulator.Library) -> None:
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], *FROM_V[:2]], ids=lambda shape: shape.name)
 def test_queries_next_to_nothing(shape: Shape, library: emulator.Library) -> None:
     """f16 holds such queries only scaled up, and scores are divided by the factor. All visible rows weigh the same."""
-    world = World(shape, [one(17, 2), one(70)])
-    for head, size in enumerate([0, 1e-38, 1e-30, 1e-20, 1e-10]):
-        world.q.array[:, head] *= size
-    world.compare(library, 3)
+    for softcap in (None, 2.0):
+        world = World(shape, [one(17, 3), one(70)], softcap=softcap)
+        for head, size in enumerate([0, 1e-38, 1e-30, 1e-20, 1e-10]):
+            world.q.array[:, head] *= size
+        world.compare(library, 3)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], SHAPES[23], FROM_V[0]], ids=lambda shape: shape.name)
@@ -251,8 +254,9 @@ def test_pages_and_queries_far_apart(shape: Shape, library: emulator.Library) ->
 
 @pytest.mark.parametrize("rope", [None, (32, False), (16, True), (32, True)])
 def test_spans(rope: tuple[int, bool] | None, library: emulator.Library) -> None:
-    """After dropped tokens a sequence has several spans, which begin and end inside pages and have moved."""
-    pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(2, 11, 500), Span(3, 1, 7), Span(1, 70)]
+    """After dropped tokens a sequence has several spans, which begin and end inside pages and have moved. The table's entries
+    of pages that have left point nowhere."""
+    pieces = [Span(0, 21, 500), Span(5, 90, 40), Span(18, 11, 500), Span(3, 1, 7), Span(1, 70)]
     for shape in [*BY_SHARE, SHAPES[12]]:
         new = 60 if shape.rows > 16 else 4
         batch = [Sequence(pieces, new), one(40), Sequence(pieces[1:], 2)]
@@ -429,7 +433,7 @@ def test_append(formats: tuple[str, str, str], page_size: int, library: emulator
 
 
 @pytest.mark.parametrize("formats", [APPENDS[0], APPENDS[4]], ids="_".join)
-def test_append_to_pages_far_apart(formats: tuple[str, str, str], library: emulator.Library) -> None:
+def test_append_rows_far_apart_to_pages_far_apart(formats: tuple[str, str, str], library: emulator.Library) -> None:
     check_append(formats, 8, library, pitch=FAR // 2)
 
 

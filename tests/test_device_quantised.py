@@ -85,6 +85,14 @@ def odd_rows(tokens: int, dim: int) -> Array:
     x[6::9, 1] = np.where(rng.random(x[6::9, 1].shape) < 0.05, -np.inf, x[6::9, 1])
     x[7::9, 0] = np.where(rng.random(x[7::9, 0].shape) < 0.02, np.nan, x[7::9, 0])
     x[8::9] = rng.choice([0.0, -0.0], x[8::9].shape)
+    # Ties among the smallest E4M3: of codes in a row with a scale of 1, and of the scales of nvfp4.
+    half = rng.integers(0, 8, (*x[9::18, 0].shape[:1], dim // 16)).repeat(16, -1) + 0.5
+    x[9::18, 0], x[9::18, 1] = half / 512 * rng.choice([-1, 1], half.shape), half / 512 * 6
+    x[9::18, 0, 0] = 448
+    # Numbers on both sides of 2^-126.
+    x[3::18, 1] = 1e-38 * rng.standard_normal(x[3::18, 1].shape)
+    # Only a few times 2^-149: scales are rounded so much that quotients are beyond the largest codes.
+    x[12::18] = 1e-42 * rng.standard_normal(x[12::18].shape)
     with np.errstate(over="ignore"):
         return x.astype(np.float32)
 
@@ -141,9 +149,10 @@ def test_rows_of_any_length_are_those_of_the_cpu(pair: tuple[str, str], dims: tu
     """A rotation mixes blocks of 16 to 512 elements: over some lanes of a warp, over all, or with several registers each."""
     shape = layer(num_q_heads=2, num_kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])
     k, v = odd_rows(32, dims[0]), odd_rows(32, dims[1])[::-1]
+    means = np.random.default_rng(2).standard_normal((2, dims[0])).astype(np.float32)
     held = []
     for device in ("cpu", "cuda"):
-        with cache_on(device, [shape], pair, rotate=True) as cache:
+        with cache_on(device, [shape], pair, center=[means], rotate=True) as cache:
             held.append(pages(cache, k, v, [32], of_gpu=(device, kind) == ("cuda", "cuda")))
     np.testing.assert_array_equal(held[0], held[1])
 
@@ -153,13 +162,32 @@ def test_no_centre_of_few_rows_or_of_numbers_out_of_range(kind: str) -> None:
     _, k, v = rows(64)
     infinite, absurd, large = k.copy(), k.copy(), k.copy()
     infinite[5, 1, 7], absurd[5, 1, 7], large[:40, 1, 7] = np.inf, 1e20, -65536
-    for keys, chunks in ((k, [7, 57]), (infinite, [40, 24]), (absurd, [40, 24]), (large, [40, 24])):
+    cases = (k, [7, 57], False), (infinite, [40, 24], False), (absurd, [40, 24], False), (large, [40, 24], False)
+    for keys, chunks, warm in (*cases, (large, [7, 57], True)):
         held = []
         for device, center in (("cpu", "first"), ("cuda", "first"), ("cuda", None)):
             with cache_on(device, [SHAPE], PAIRS[0], center=center, rotate=False) as cache:
+                if warm:
+                    # There is a centre before, which is nearer to the mean than 0 is.
+                    with cache.create() as scratch, cache.step([scratch], [40]) as step:
+                        step.append(0, k[:40], v[:40])
                 held.append(pages(cache, keys, v, chunks, of_gpu=(device, kind) == ("cuda", "cuda")))
         np.testing.assert_array_equal(held[0], held[1])
         np.testing.assert_array_equal(held[0], held[2])
+
+
+@pytest.mark.parametrize("place", [(0, 0, 7), (0, 2, 150), (0, 3, 60)])
+def test_no_centre_of_many_elements_of_which_one_is_out_of_range(place: tuple[int, ...], kind: str) -> None:
+    """A thread has one or two of them."""
+    shape = layer(num_q_heads=4, num_kv_heads=4, head_dim=192, v_head_dim=64)
+    _, k, v = rows(32, shape)
+    k[place] = 1e20
+    held = []
+    for device, center in (("cpu", "first"), ("cuda", "first"), ("cuda", None)):
+        with cache_on(device, [shape], PAIRS[0], center=center, rotate=False) as cache:
+            held.append(pages(cache, k, v, [32], of_gpu=(device, kind) == ("cuda", "cuda")))
+    np.testing.assert_array_equal(held[0], held[1])
+    np.testing.assert_array_equal(held[0], held[2])
 
 
 @pytest.mark.parametrize("number", [65504, 20])
@@ -180,7 +208,8 @@ def test_a_centre_of_eight_rows_up_to_the_largest(number: float, kind: str) -> N
 def test_a_centre_below_all_normal_numbers(kind: str) -> None:
     """CuPy compiles kernels to treat numbers below 2^-126 as 0."""
     _, k, v = rows(64)
-    k = (np.abs(k) * 1e-39).astype(np.float32)
+    k = (np.abs(k) * 1e-40).astype(np.float32)
+    assert 0 < center_of(k[:40]).max() < 2.0**-126
     held = []
     for device in ("cpu", "cuda"):
         with cache_on(device, [SHAPE], ("int8", "int8"), center="first", rotate=False) as cache:
@@ -216,7 +245,7 @@ def test_an_empty_cache_is_centred_by_what_comes_next(how: str, kind: str) -> No
         np.testing.assert_array_equal(other, held[0])
 
 
-@pytest.mark.parametrize("size", [1, 1e-39])
+@pytest.mark.parametrize("size", [1, 1e-40])
 def test_few_rows_take_a_part_of_the_centre_before(size: float, kind: str) -> None:
     """The bytes are those of a cache that is given that part; also below 2^-126, which CuPy's kernels treat as 0."""
     _, k, v = rows(64)
@@ -224,10 +253,14 @@ def test_few_rows_take_a_part_of_the_centre_before(size: float, kind: str) -> No
     other[..., 7], other[..., 8] = other[..., 7] + 20, other[..., 8] - 20
     k[..., 8], k[:, 1, 40] = k[..., 8] + 20, k[:, 1, 40] - 15
     k, other = ((x * size).astype(np.float32) for x in (k, other))
+    # The centre before is as far from the mean of 9 as 0 is, and from that of 10 nearer by less than floats tell.
+    k[..., 9:11] = 3 * size
+    other[..., 9:11] = 2 * k[0, 0, 9]
+    k[2, :, 10] = np.nextafter(k[0, 0, 9], np.float32(np.inf))
     before = center_of(other).astype(np.float32)
     center = kept_of(before, k[:5])
-    assert [list(np.flatnonzero(head)) for head in before] == [[3, 7, 8, 40]] * 2
-    assert [list(np.flatnonzero(head)) for head in center] == [[3, 40], [3]]
+    assert [list(np.flatnonzero(head)) for head in before] == [[3, 7, 8, 9, 10, 40]] * 2
+    assert [list(np.flatnonzero(head)) for head in center] == [[3, 10, 40], [3, 10]]
     held = []
     for device, choice in (("cpu", "first"), ("cuda", "first"), ("cpu", [center])):
         with cache_on(device, [SHAPE], ("int8", "int8"), center=choice, rotate=False) as cache:
@@ -326,11 +359,33 @@ def test_nan_stays_in_a_row_that_is_rotated(name: str) -> None:
         assert np.isnan(out[40:]).all()
 
 
+@pytest.mark.parametrize(("name", "size"), [("fp8_e4m3", 64), ("mxfp4", 32), ("nvfp4", 16)])
+def test_nan_stays_in_a_block(name: str, size: int) -> None:
+    """In elements that share its scale, and in all results of queries that see it in a key; for many queries and for one."""
+    for device in ("cpu", "cuda"):
+        for which, place in (("v", slice(0, size)), ("k", slice(0, 64))):
+            q, k, v = rows(64, HEAD)
+            {"k": k, "v": v}[which][40, 0, 5] = np.nan
+            with cache_on(device, [HEAD], (name, name), center=None) as cache:
+                sequence = cache.create()
+                with cache.step([sequence], [64]) as step:
+                    out = step.forward(0, q, k, v)
+                with cache.step([sequence], [1]) as step:
+                    out = np.concatenate([out, step.forward(0, q[:1], k[:1], v[:1])])
+            right = np.zeros((65, 2, 64), bool)
+            right[40:, :, place] = True
+            np.testing.assert_array_equal(np.isnan(out), right)
+            assert np.isfinite(out[~right]).all()
+
+
 ROPE = pagoda.Rope(theta=50.0)
 LAYERS = {
     "plain": [SHAPE],
     "rope": [layer(num_q_heads=4, num_kv_heads=2, head_dim=64, rope=ROPE)],
-    "window, sinks, cap": [layer(num_q_heads=6, num_kv_heads=2, head_dim=64, window=50, sinks=True, softcap=3.0)],
+    # A lane has several parts of such rows.
+    "window, sinks, cap": [
+        layer(num_q_heads=6, num_kv_heads=2, head_dim=160, v_head_dim=256, window=50, sinks=True, softcap=3.0)
+    ],
     "latent": [layer(num_q_heads=4, num_kv_heads=1, head_dim=96, v_head_dim=64, v_alias=True)],
     "shared": [SHAPE, layer(num_q_heads=2, num_kv_heads=2, head_dim=96, v_head_dim=64, kv_owner=0)],
 }

@@ -1,7 +1,7 @@
 """A cache as kernels of attention see it, made by hand: pages, tables, work lists, and the expected results.
 
-Pages lie in random places on two tiers, rows that no query sees are NaN, table entries past the end point nowhere, and
-every array that a kernel may write is surrounded by canaries.
+Pages lie in random places on two tiers, rows that no query sees are NaN, table entries past the end and of pages that a
+span skips point nowhere, and every array that a kernel may write is surrounded by canaries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TILE, RUN_TILES = 64, 64
 DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 QUANTISED = {name: ours for ours, name in instances.QUANTISED.items()}
 """Formats of quantised rows, by the CPU's codec, which tests/test_formats.py compares with others."""
-LEAST_MISFIT = {"F16": 65520.0, "BF16": float.fromhex("0x1.ffp127")}
+LEAST_MISFIT = {"F32": np.inf, "F16": 65520.0, "BF16": float.fromhex("0x1.ffp127")}
 """The smallest numbers whose nearest ones in a format are infinite."""
 NOWHERE = 0xBFFFFFF0
 """A table entry of the disk tier, which has no memory."""
@@ -257,6 +257,7 @@ class World:
             content = np.random.default_rng([self.seed, index, 1])
             for span, count in zip(sequence.spans, pages[index], strict=True):
                 self.write_rows(index, span, page_index, before, content)
+                self.table.array[index, page_index : page_index + span.skip // page] = NOWHERE
                 spans.append([page_index, span.skip, span.count, before, span.offset, span.position, span.sight])
                 page_index += count
                 before += span.count
@@ -278,7 +279,9 @@ class World:
         q_heads = heads * self.group
         q = self.query_size * rng.standard_normal((self.tokens, q_heads, self.shape.dim))
         q = q.astype(DTYPES[self.shape.q])
-        self.q = self.apart(q) if self.pitch else self.filled(q)
+        self.q = apart(q.shape, q.dtype, self.pitch)
+        self.keep.append(self.q)
+        self.q.array[...] = q
         self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
 
     def place_pages(self, counts: list[int], rng: np.random.Generator) -> None:
@@ -354,14 +357,6 @@ class World:
         array = Guarded(shape, dtype, fill)
         self.keep.append(array)
         return array
-
-    def apart(self, rows: Array) -> Guarded:
-        """Rows [token, head, element] of tokens that lie `pitch` bytes apart."""
-        memory = self.guarded((len(rows), self.pitch), np.uint8, 0)
-        used = memory.array[:, : rows[0].nbytes]
-        memory.array = used.view(rows.dtype).reshape(rows.shape)
-        memory.array[...] = rows
-        return memory
 
     def filled(self, values: Array) -> Guarded:
         array = self.guarded(values.shape, values.dtype)
@@ -570,14 +565,24 @@ class World:
         return right
 
 
+def apart(shape: tuple[int, ...], dtype: npt.DTypeLike, pitch: int) -> Guarded:
+    """Rows [token, head, element] of tokens that lie `pitch` bytes apart; side by side if that is 0."""
+    if not pitch:
+        return Guarded(shape, dtype)
+    memory = Guarded((shape[0], pitch), np.uint8, 0)
+    used = memory.array[:, : math.prod(shape[1:]) * np.dtype(dtype).itemsize]
+    memory.array = used.view(dtype).reshape(shape)
+    return memory
+
+
 def check_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library, pitch: int = 0) -> None:
-    """Appends rows to pages in random order, and compares every byte. pitch: bytes from block to block at least; those that
-    this adds are not looked at."""
+    """Appends rows to pages in random order, and compares every byte. pitch: bytes from block to block and from token to
+    token at least; those that this adds are not looked at."""
     rng = np.random.default_rng(0)
     k_kind, v_kind = formats[:2]
     given = DTYPES[formats[2]]
     quantised = bool(set(formats) & set(QUANTISED))
-    tokens, heads, blocks = 37, 3, 9
+    tokens, heads, blocks = 10 if pitch else 37, 3, 9
     dim, v_dim = (224, 64) if quantised else (40, 24)
     k_plane = Plane.of(k_kind, dim, 32, page_size, heads)
     v_plane = Plane.of(v_kind, v_dim, k_plane.end, page_size, heads)
@@ -587,16 +592,20 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
     arena = Guarded((blocks, block_bytes), np.uint8, fill)
     # K and V are columns of one array, as from a fused projection, aligned to one element, two or several.
     more = 8 if page_size == 64 else 2 if formats[2] == "F16" else 3
-    fused = Guarded((tokens, heads, dim + v_dim + more), given)
+    fused = apart((tokens, heads, dim + v_dim + more), given, pitch)
     with np.errstate(over="ignore"):
         fused.array[...] = (rng.standard_normal(fused.array.shape) * 1000).astype(given)
+        fused.array[8, 2] = (1e30 * rng.choice([-1, 1], dim + v_dim + more)).astype(given)
     fused.array[3, 1, 5] = np.nan
     fused.array[4, 1, 6] = np.inf
     fused.array[6, 0, 4] = -np.inf
     fused.array[5, 2, 7] = np.asarray(65519.0).astype(given)
     slots = Guarded(tokens, np.int64)
-    slots.array[:] = rng.permutation(blocks * page_size)[:tokens]
+    # The first row and the last are among those that are written. What is written nowhere need not fit.
+    slots.array[:] = 1 + rng.permutation(blocks * page_size - 2)[:tokens]
+    slots.array[[1, 2]] = 0, blocks * page_size - 1
     slots.array[[0, 9]] = -1
+    fused.array[[0, 9]] = np.nan
     count = Guarded(1, np.int32)
     count.array[:] = tokens
     misfit = Guarded(1, np.int32)
@@ -618,7 +627,8 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
         v_plane=v_plane.argument,
         misfit=misfit.address,
     )
-    library.launch("_".join(formats), 3, 96, call)
+    # Of the warps that write rows each has one head of K or V, or four share it.
+    library.launch("_".join(formats), 3 if page_size == 8 and not pitch else 9, 96, call)
     for array in (arena, fused, slots, misfit):
         array.check()
     right = np.full((blocks, v_plane.end), fill, np.uint8)
@@ -638,13 +648,19 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
         right[place] = arena.array[place]
     np.testing.assert_array_equal(arena.array[:, : v_plane.end], right)
     assert misfit.array[0] == 1
-    fused.array[3, 1, 5] = fused.array[4, 1, 6] = fused.array[6, 0, 4] = 1
+    fused.array[3, 1, 5] = fused.array[4, 1, 6] = fused.array[6, 0, 4] = fused.array[8, 2] = 1
     misfit.array[:] = 0
     library.launch("_".join(formats), 1, 32, call)
     assert misfit.array[0] == 0
+    # Each of the elements that a thread has, and of V.
+    cases: list[tuple[Any, int, bool]] = [(np.nan, column, True) for column in (*range(8), dim + 3)]
+    cases += [(np.inf, dim + 4, True), (-np.inf, 6, True)]
     if given is np.float32 and k_kind in LEAST_MISFIT:
         least = np.float32(LEAST_MISFIT[k_kind])
-        for number in (np.nextafter(least, np.float32(0)), least):
-            fused.array[7, 1, 6] = number
-            library.launch("_".join(formats), 1, 32, call)
-            assert misfit.array[0] == (number == least)
+        cases += [(least, 6, True), (np.nextafter(least, np.float32(0)), 6, False)]
+    for number, column, misfits in cases:
+        before = fused.array[7, 1, column]
+        fused.array[7, 1, column] = number
+        library.launch("_".join(formats), 1, 32, call)
+        assert misfit.array[0] == misfits
+        fused.array[7, 1, column], misfit.array[:] = before, 0

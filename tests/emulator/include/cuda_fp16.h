@@ -7,6 +7,9 @@ inline float __half2float(__half h) {
     // The exponent is 112 too small. Infinity and NaN have all exponent bits.
     return __uint_as_float((((h.bits & 0x7fffu) << 13) + (exponent == 0x7c00u ? 224u << 23 : 112u << 23)) | sign);
 }
-inline __half __float2half_rn(float x) { return {emulated_bits<unsigned short>(static_cast<_Float16>(x))}; }
+inline __half __float2half_rn(float x) {
+    if (x != x) return {0x7fff};
+    return {emulated_bits<unsigned short>(static_cast<_Float16>(x))};
+}
 inline unsigned short __half_as_ushort(__half h) { return h.bits; }
 inline __half __ushort_as_half(unsigned short bits) { return {bits}; }
