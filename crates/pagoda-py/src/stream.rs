@@ -120,33 +120,30 @@ impl Stream {
     ) {
         let PlacedLayer { group, member: layer, layer: ref shape, .. } = *placed;
         let (first, first_what) = (self.passes.len(), what.len());
-        // The passes of each sequence, from 0 on.
-        let mut chains: Vec<Vec<usize>> = Vec::new();
+        // The passes that sequences begin with, then for each pass those that come next. All are counted from 0.
+        let mut following = vec![Vec::<usize>::new()];
         for sequence in (0..core.step_batch().len()).filter(|&at| core.step_reaches_disk(at, group)) {
             let table = step.table(core, sequence, group);
             let (row, seen) = (table.row, shape.seen(&table));
-            let runs: Vec<_> = work::runs(table.spans, seen, shape.page_size as usize)
-                .map(|(run, pages)| {
-                    (run, pages.filter(|&page| row[page].tier() == Tier::Disk).collect::<Vec<_>>())
-                })
-                .filter(|(_, pages)| !pages.is_empty())
-                .map(|(run, pages)| (pages.iter().map(|&page| row[page].block()).collect(), run, pages))
-                .collect();
-            let alike = |chain: &[usize]| {
-                let both = chain.iter().zip(&runs);
-                both.take_while(|(pass, run)| what[first_what + **pass].blocks == run.0).count()
-            };
-            let longest = chains.iter().max_by_key(|chain| alike(chain));
-            let mut chain = longest.map_or(Vec::new(), |chain| chain[..alike(chain)].to_vec());
-            for (at, (blocks, run, pages)) in runs.into_iter().enumerate() {
-                if at == chain.len() {
-                    chain.push(self.passes.len() - first);
+            let mut place = 0;
+            for (run, pages) in work::runs(table.spans, seen, shape.page_size as usize) {
+                let pages: Vec<_> = pages.filter(|&page| row[page].tier() == Tier::Disk).collect();
+                if pages.is_empty() {
+                    continue;
+                }
+                let blocks = pages.iter().map(|&page| row[page].block()).collect::<Vec<_>>();
+                let known = following[place].iter().find(|&&pass| what[first_what + pass].blocks == blocks);
+                let pass = known.copied().unwrap_or_else(|| {
+                    let pass = what.len() - first_what;
+                    following[place].push(pass);
+                    following.push(Vec::new());
                     what.push(LayerOfPages { group, layer, blocks });
                     self.passes.push(Pass::default());
-                }
-                self.passes[first + chain[at]].push(RunOnDisk { sequence, run, pages });
+                    pass
+                });
+                self.passes[first + pass].push(RunOnDisk { sequence, run, pages });
+                place = pass + 1;
             }
-            chains.push(chain);
         }
     }
 
