@@ -1,6 +1,6 @@
 # One verb a chore. Every target installs what it needs into .venv; nothing else is touched.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-kernels test-device test-long test-memory test-neon loom sim check check-rust check-python format kernels bench bench-gpu clean
+.PHONY: help setup demo test test-rust test-python test-kernels test-device test-long test-memory test-neon loom sim check check-rust check-python check-macos format kernels bench bench-gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -105,6 +105,10 @@ check-python: setup
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest pagoda._core
+
+check-macos: setup  ## lints and types for macOS, on any machine; CONTRIBUTING says what it takes
+	cargo clippy --target aarch64-apple-darwin -p pagoda-py -- -D warnings
+	$(BIN)/mypy --platform darwin python
 
 format:  ## put everything into shape
 	cargo fmt

@@ -1,7 +1,7 @@
 //! The memory of one tier: reserved at once, touched as it is used, given back in ranges. Or memory that belongs to somebody
 //! else.
 
-use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
+use memmap2::{MmapOptions, MmapRaw, UncheckedAdvice};
 use std::io;
 use std::ops::Range;
 
@@ -26,6 +26,7 @@ impl Slab {
         let map = MmapRaw::from(MmapOptions::new().len(bytes.max(1)).no_reserve_swap().map_anon()?);
         #[cfg(target_os = "linux")]
         {
+            use memmap2::Advice;
             // If a fork shares memory into which direct I/O is under way, the drive may write to the child's copy (open(2)).
             map.advise(Advice::DontFork)?;
             if map.len() >= HUGE_PAGE_BYTES {

@@ -254,7 +254,7 @@ impl Directory for Folder {
         let (mut file, mut bytes) = (std::fs::File::from(fd), Vec::new());
         bytes.try_reserve_exact(len as usize)?;
         // Another process may have written it without syncing it, or renamed it into its place.
-        self.pulse.ask(|| fs::fdatasync(&file).and_then(|()| fs::fsync(&self.fd)))?;
+        self.pulse.ask(|| sync_bytes(&file).and_then(|()| Ok(fs::fsync(&self.fd)?)))?;
         self.pulse.ask(|| forget_cached(&file, 0..len))?;
         loop {
             let piece = (limit - bytes.len() as u64).min(IO_BYTES_MAX as u64);
@@ -316,7 +316,7 @@ impl File for OnDisk {
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.pulse.ask(|| fs::fdatasync(&*self.fd))?;
+        self.pulse.ask(|| sync_bytes(&self.fd))?;
         self.require_place()
     }
 
@@ -408,6 +408,18 @@ fn set_direct(fd: impl AsFd) -> io::Result<()> {
 #[cfg(not(target_os = "linux"))]
 fn set_direct(_: impl AsFd) -> io::Result<()> {
     Err(ErrorKind::Unsupported.into())
+}
+
+/// Brings the bytes of a file to its drive, for good.
+#[cfg(target_os = "linux")]
+fn sync_bytes(fd: impl AsFd) -> io::Result<()> {
+    Ok(fs::fdatasync(fd)?)
+}
+
+/// Brings the bytes of a file to its drive, for good. On macOS, fsync(2) would leave them in the drive's cache.
+#[cfg(not(target_os = "linux"))]
+fn sync_bytes(fd: impl AsFd) -> io::Result<()> {
+    Ok(fs::fcntl_fullfsync(fd)?)
 }
 
 /// Makes the system forget what it has cached of a file: after a failed sync the drive may not have those bytes.
