@@ -86,10 +86,11 @@ def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> Float32:
 def _header(path: Path) -> dict[str, Stored]:
     """The tensors of one file: 8 bytes of length, a JSON header, the data (https://github.com/huggingface/safetensors)."""
     try:
-        # The library checks the header: its length, its types, and that tensors fill the file without gaps or overlaps.
-        with safetensors.safe_open(path, framework="numpy"):
-            pass
+        # Before the library, whose older versions panic at a name that no file can have.
         with path.open("rb") as file:
+            # It checks the header: its length, its types, and that tensors fill the file without gaps or overlaps.
+            with safetensors.safe_open(path, framework="numpy"):
+                pass
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
