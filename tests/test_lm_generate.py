@@ -358,8 +358,8 @@ def test_a_terminal_shows_the_end_of_the_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Drawn at the first event and at the end, but not for events that follow at once."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "80")
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "25"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(view, "time", SimpleNamespace(perf_counter=lambda: 1.0))
     written = [Written(0, text, np.zeros(1, np.float32), None) for text in ("a" * 100, "b" * 1150, "c" * 40)]
     with view.View(None, "cpu", 10, 2, quiet=False) as watched:
@@ -371,3 +371,14 @@ def test_a_terminal_shows_the_end_of_the_text(
     shown = "".join(out.split())
     assert shown.endswith("…" + "a" * 10 + "b" * 1150 + "c" * 40)
     assert shown.count("c" * 40) == out.count("3 tokens"), "it is not printed besides"
+
+
+def test_a_terminal_that_cannot_be_drawn_over_shows_text_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    with view.View(None, "cpu", 8, 0, quiet=False) as watched:
+        for event in watched.watch(iter([Read(8, 8, None), Written(0, "text", np.zeros(1, np.float32), None)])):
+            out = capsys.readouterr().out
+            assert "read 8 of 8 tokens" in out if isinstance(event, Read) else out == "text"

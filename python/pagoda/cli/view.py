@@ -30,7 +30,7 @@ REFRESH_SECONDS = 0.1
 
 @dataclass
 class View:
-    """Live output on a terminal, lines elsewhere, and a report for machines."""
+    """Live output on a terminal that can be drawn over, lines elsewhere, and a report for machines."""
 
     cache: Cache | None
     device: str
@@ -55,7 +55,8 @@ class View:
 
     def __enter__(self) -> View:
         console = Console()
-        if console.is_terminal and not self.quiet:
+        # On other terminals (TERM=dumb) rich would print nothing before the end.
+        if console.is_interactive and not self.quiet:
             self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
             self._live.__enter__()
         return self
