@@ -36,7 +36,7 @@ pub(crate) trait Stored {
 
 impl<F: Format> Stored for F {
     const BITS: usize = 8 * F::BYTES;
-    const MANY: usize = 16;
+    const MANY: usize = 24;
     #[inline(always)]
     unsafe fn load<S: Simd>(row: Row, first: usize) -> S::V {
         // SAFETY: as the caller promises.
