@@ -234,6 +234,8 @@ unsafe fn multiply_vectors<S: Simd, const C: usize>(
             match block {
                 6 => multiply_block::<S, 6, C>(args, row, c, ahead, share),
                 4 => multiply_block::<S, 4, C>(args, row, c, ahead, share),
+                3 => multiply_block::<S, 3, C>(args, row, c, ahead, share),
+                2 => multiply_block::<S, 2, C>(args, row, c, ahead, share),
                 _ => multiply_block::<S, 1, C>(args, row, c, ahead, share),
             }
             row += block;
@@ -241,11 +243,11 @@ unsafe fn multiply_vectors<S: Simd, const C: usize>(
     }
 }
 
-/// Rows of the next block if `left` are left: 6, 4 or 1.
+/// Rows of the next block if `left` are left: 6, 4, or the last three, two or one.
 #[inline(always)]
 fn block_rows(left: usize, registers: usize) -> usize {
     match left {
-        0..4 => 1,
+        0..4 => left,
         // Eight sums are as many as begin before the first is done; four rows more than whole sixes make a block, too.
         6.. if registers == 16 && !matches!(left % 6, 2 | 4) => 6,
         _ => 4,
