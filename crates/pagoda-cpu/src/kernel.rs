@@ -229,6 +229,8 @@ unsafe fn accumulate_step<S: Simd, F: Stored>(args: &Accumulate<'_>, ahead: &mut
                 (1, _) => accumulate_rows::<S, F, 1, 8>(args, row, ahead),
                 (2, 16) => accumulate_rows::<S, F, 2, 4>(args, row, ahead),
                 (2, _) => accumulate_rows::<S, F, 2, 8>(args, row, ahead),
+                // With more vectors, converting them leaves too few registers.
+                (3, 16) if F::BITS < 32 => accumulate_rows::<S, F, 3, 2>(args, row, ahead),
                 (4, 16) => accumulate_rows::<S, F, 4, 2>(args, row, ahead),
                 (3, _) => accumulate_rows::<S, F, 3, 4>(args, row, ahead),
                 (4, _) => accumulate_rows::<S, F, 4, 4>(args, row, ahead),
