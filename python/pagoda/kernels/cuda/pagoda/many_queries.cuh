@@ -237,7 +237,7 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
         using Rows = typename Shape::Keys;
         const int mine = Rows::place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
         keys += Rows::bytes(first);
-#pragma unroll(Shape::Q_IN_REGISTERS ? STEPS : Shape::DecodedK::SCALED ? 2 : STEPS <= 8 ? STEPS : 4)
+#pragma unroll(Shape::Q_IN_REGISTERS ? STEPS : STEPS > 8 ? 4 : Shape::DecodedK::SCALED ? 2 : STEPS)
         for (int k = step; k < step + STEPS; ++k) {
             const uint8* const pieces = keys + Rows::beside(mine, k * 2);
 #pragma unroll
@@ -363,6 +363,8 @@ struct ManyQueries : TensorCores<Shape_, ManyQueries<Shape_>> {
         const int mine = Rows::place(lane % 16, first_column / 8 + lane / 16);
 #pragma unroll
         for (int k = portion / 16; k < (portion + PORTION) / 16; ++k) {
+            // Keeps loads of later rows from being begun: registers are short.
+            if (V::QUANTISED) __syncwarp();
             const uint8* const sixteen = rows_of_v + Rows::bytes(first + k * 16);
             uint32 a[STACK][Shape::P_SPLITS][4], sees[STACK][4];
 #pragma unroll
