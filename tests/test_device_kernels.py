@@ -213,6 +213,18 @@ def test_what_a_query_does_not_see_may_be_anything(shape: Shape, window: int | N
     assert 0.4 < np.isfinite(right).mean() < 1
 
 
+@pytest.mark.parametrize("shape", UNSEEN, ids=lambda shape: shape.name)
+def test_the_first_of_two_queries_does_not_see_the_second(shape: Shape, library: emulator.Library) -> None:
+    """Nor its value, which is NaN. What both see is NaN in a result however light it is."""
+    world = World(shape, [one(40, 2)], group=4, kv_heads=1)
+    world.q.array[...] *= 4
+    world.spoil(39, 1, np.nan)
+    if not shape.v_in_k:
+        for token in range(8):
+            world.spoil(token, 8 + token, np.nan)
+    world.compare(library, 1)
+
+
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("window", [None, 1, 37, 100])
 def test_pages_and_windows(page_size: int, window: int | None, library: emulator.Library) -> None:
