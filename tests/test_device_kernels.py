@@ -151,9 +151,10 @@ def test_scores_beyond_a_cap(library: emulator.Library) -> None:
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], *FROM_V[:2]], ids=lambda shape: shape.name)
 def test_queries_next_to_nothing(shape: Shape, library: emulator.Library) -> None:
-    """f16 holds such queries only scaled up, and scores are divided by the factor. All visible rows weigh the same."""
-    for softcap in (None, 2.0):
-        world = World(shape, [one(17, 3), one(70)], softcap=softcap)
+    """f16 holds such queries only scaled up, and scores are divided by the factor. All visible rows weigh the same. A scale
+    of 1e-18 divided by the factor is not 0, which times -inf would be NaN."""
+    for softcap, query_size in ((None, 1.0), (2.0, 1.0), (None, 2.0**57)):
+        world = World(shape, [one(17, 3), one(70)], softcap=softcap, query_size=query_size)
         for head, size in enumerate([0, 1e-38, 1e-30, 1e-20, 1e-10]):
             world.q.array[:, head] *= size
         world.compare(library, 3)
