@@ -149,6 +149,29 @@ def test_scores_beyond_a_cap(library: emulator.Library) -> None:
         assert np.isnan(out.astype(np.float32)).all(-1).sum() == np.isnan(out.astype(np.float32)).any(-1).sum() == 1
 
 
+class Tanh(ctypes.Structure):
+    """The argument of a kernel that computes `count` hyperbolic tangents."""
+
+    _fields_ = (("x", ctypes.c_void_p), ("y", ctypes.c_void_p), ("count", ctypes.c_int))
+
+
+def test_tanh() -> None:
+    """To 5e-7 of itself, never beyond 1, and NaN for NaN."""
+    source = """
+        #include <pagoda/unit.cuh>
+        struct Tanh { const float* x; float* y; int count; };
+        __global__ void tanhs(const Tanh args) {
+            for (int i = threadIdx.x; i < args.count; i += blockDim.x) args.y[i] = pagoda::tanh_fast(args.x[i]);
+        }"""
+    sizes = np.concatenate([[0, np.inf], np.geomspace(1e-30, 1e30, 2000), np.linspace(0.01, 12, 20000)])
+    x = np.concatenate([sizes, -sizes, [np.nan]]).astype(np.float32)
+    y = np.zeros_like(x)
+    emulator.compile(source, {"tanhs": "tanhs"}).launch("tanhs", 1, 32, Tanh(x.ctypes.data, y.ctypes.data, len(x)))
+    assert np.isnan(y[-1])
+    assert np.abs(y[:-1]).max() == 1
+    np.testing.assert_allclose(y[:-1], np.tanh(x[:-1].astype(np.float64)), rtol=5e-7)
+
+
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], *FROM_V[:2]], ids=lambda shape: shape.name)
 def test_queries_next_to_nothing(shape: Shape, library: emulator.Library) -> None:
     """f16 holds such queries only scaled up, and scores are divided by the factor. All visible rows weigh the same. A scale
