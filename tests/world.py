@@ -504,7 +504,8 @@ class World:
         call.partials = self.guarded((slots, partial), np.float32).address
         pending = self.filled(np.zeros(len(blocks) * self.kv_heads * self.sets, np.int32))
         call.pending = pending.address
-        call.blocks, call.prefix = self.filled(blocks).address, self.filled(prefix).address
+        # Behind the last is what earlier steps have left.
+        call.blocks, call.prefix = self.filled(blocks).address, self.filled(np.pad(prefix, (0, 40))).address
         call.totals = self.filled(np.array([len(blocks), prefix[-1]], np.int32)).address
         options = {"shared_bytes": library.constant(f"{name}_SHARED_BYTES"), "seed": seed}
         library.launch(name, grid, threads, call, **options)
