@@ -252,7 +252,7 @@ def test_the_first_of_two_queries_does_not_see_the_second(shape: Shape, library:
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("window", [None, 1, 37, 100])
 def test_pages_and_windows(page_size: int, window: int | None, library: emulator.Library) -> None:
-    for shape in BY_SHARE:
+    for shape in [*BY_SHARE, SHAPES[12]]:
         # With a window of 37 the last two see from places 65 and 64 on: one row behind the border of a tile, and on it.
         batch = [one(300, 3), one(5), one(64, 2), one(129, 70 if shape.rows > 16 else 1), one(102), one(102, 2)]
         World(shape, batch, page_size=page_size, window=window).compare(library, 7)
@@ -463,7 +463,7 @@ def test_whole_units(grid: int, library: emulator.Library) -> None:
 
 
 @pytest.mark.parametrize("formats", APPENDS, ids="_".join)
-@pytest.mark.parametrize("page_size", [8, 64])
+@pytest.mark.parametrize("page_size", [8, 256])
 def test_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library) -> None:
     check_append(formats, page_size, library)
 
