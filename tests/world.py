@@ -665,3 +665,7 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
         library.launch("_".join(formats), 1, 32, call)
         assert misfit.array[0] == misfits
         fused.array[7, 1, column], misfit.array[:] = before, 0
+    # Caches that are not checked have nobody to tell.
+    call.misfit = None
+    fused.array[7, 1] = np.nan
+    library.launch("_".join(formats), 1, 32, call)
