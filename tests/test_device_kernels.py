@@ -385,8 +385,9 @@ def test_bits_depend_on_the_sequence_alone(shape: Shape, prefill: Shape, library
 
 @pytest.mark.parametrize("window", [None, 200, 100])
 def test_runs_of_several_spans(window: int | None, library: emulator.Library) -> None:
-    """A span that ends where a run does, and spans before the window, which have no runs."""
-    batch = [Sequence([Span(0, 4096), Span(9, 150), Span(0, 70)], 2), one(40)]
+    """A span that ends where a run does, spans before the window, which have no runs, and a window of few tiles in two
+    runs."""
+    batch = [Sequence([Span(0, 4096), Span(9, 150), Span(0, 70)], 2), one(40), one(4200)]
     world = World(SHAPES[10], batch, kv_heads=1, group=1, window=window)
     for division in (Division.RUNS, Division.UNITS):
         world.compare(library, 2, division=division)
