@@ -76,6 +76,7 @@ SHAPES = [
     Shape("Q8_0", "PartOfK", "F16", 96, 64, "few"),
     Shape("Nvfp4", "PartOfK", "F32", 96, 64, "deterministic"),
     Shape("Q8_0", "Q8_0", "BF16", 512, 256, "few"),
+    Shape("Q5_0", "PartOfK", "F16", 96, 64, "few"),
 ]
 FROM_V = [shape for shape in SHAPES if shape.k_from_v]
 FOLDED = [
