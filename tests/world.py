@@ -224,7 +224,9 @@ class World:
     query_size: float = 1.0
     """Queries are larger by this factor, which the scale of scores takes back."""
     pitch: int = 0
-    """Bytes from block to block, and from token to token of the queries, at least. Memory between them is not poisoned."""
+    """Bytes from block to block, and along `far` of queries and results, at least. Memory between them is not poisoned."""
+    far: int = 0
+    """An axis of [token, head]."""
     keep: list[Guarded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -279,7 +281,7 @@ class World:
         q_heads = heads * self.group
         q = self.query_size * rng.standard_normal((self.tokens, q_heads, self.shape.dim))
         q = q.astype(DTYPES[self.shape.q])
-        self.q = apart(q.shape, q.dtype, self.pitch)
+        self.q = apart(q.shape, q.dtype, self.pitch, self.far)
         self.keep.append(self.q)
         self.q.array[...] = q
         self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
@@ -451,7 +453,8 @@ class World:
         """Output and log-sum-exp of the kernel. stretch: tiles that a team adds up at once. stops: tokens at which one launch
         ends and the next continues."""
         heads = self.kv_heads * self.group
-        out = self.guarded((self.tokens, heads, self.shape.v_dim), DTYPES[self.shape.q])
+        out = apart((self.tokens, heads, self.shape.v_dim), DTYPES[self.shape.q], self.pitch, self.far)
+        self.keep.append(out)
         lse = self.guarded((self.tokens, heads), np.float32)
 
         def rows(array: Guarded) -> arguments.Rows:
@@ -566,24 +569,27 @@ class World:
         return right
 
 
-def apart(shape: tuple[int, ...], dtype: npt.DTypeLike, pitch: int) -> Guarded:
-    """Rows [token, head, element] of tokens that lie `pitch` bytes apart; side by side if that is 0."""
+def apart(shape: tuple[int, ...], dtype: npt.DTypeLike, pitch: int, axis: int = 0) -> Guarded:
+    """Rows [token, head, element] that lie `pitch` bytes apart along an axis; side by side if that is 0."""
     if not pitch:
         return Guarded(shape, dtype)
-    memory = Guarded((shape[0], pitch), np.uint8, 0)
-    used = memory.array[:, : math.prod(shape[1:]) * np.dtype(dtype).itemsize]
-    memory.array = used.view(dtype).reshape(shape)
+    first = shape[axis], *(size for number, size in enumerate(shape) if number != axis)
+    memory = Guarded((first[0], pitch), np.uint8, 0)
+    used = memory.array[:, : math.prod(first[1:]) * np.dtype(dtype).itemsize]
+    memory.array = np.moveaxis(used.view(dtype).reshape(first), 0, axis)
     return memory
 
 
-def check_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library, pitch: int = 0) -> None:
-    """Appends rows to pages in random order, and compares every byte. pitch: bytes from block to block and from token to
-    token at least; those that this adds are not looked at."""
+def check_append(
+    formats: tuple[str, str, str], page_size: int, library: emulator.Library, pitch: int = 0, axis: int = 0
+) -> None:
+    """Appends rows to pages in random order, and compares every byte. pitch: bytes from block to block and along an axis of
+    [token, head] at least; those that this adds are not looked at."""
     rng = np.random.default_rng(0)
     k_kind, v_kind = formats[:2]
     given = DTYPES[formats[2]]
     quantised = bool(set(formats) & set(QUANTISED))
-    tokens, heads, blocks = 10 if pitch else 37, 3, 9
+    tokens, heads, blocks = 10 if pitch else 37, 9 if axis else 3, 9
     dim, v_dim = (224, 64) if quantised else (40, 24)
     k_plane = Plane.of(k_kind, dim, 32, page_size, heads)
     v_plane = Plane.of(v_kind, v_dim, k_plane.end, page_size, heads)
@@ -593,7 +599,7 @@ def check_append(formats: tuple[str, str, str], page_size: int, library: emulato
     arena = Guarded((blocks, block_bytes), np.uint8, fill)
     # K and V are columns of one array, as from a fused projection, aligned to one element, two or several.
     more = 8 if page_size == 256 else 2 if formats[2] == "F16" else 3
-    fused = apart((tokens, heads, dim + v_dim + more), given, pitch)
+    fused = apart((tokens, heads, dim + v_dim + more), given, pitch, axis)
     with np.errstate(over="ignore"):
         fused.array[...] = (rng.standard_normal(fused.array.shape) * 1000).astype(given)
         fused.array[8, 2] = (1e30 * rng.choice([-1, 1], dim + v_dim + more)).astype(given)
