@@ -94,7 +94,11 @@ def odd_rows(tokens: int, dim: int) -> Array:
     # Only a few times 2^-149: scales are rounded so much that quotients are beyond the largest codes.
     x[12::18] = 1e-42 * rng.standard_normal(x[12::18].shape)
     with np.errstate(over="ignore"):
-        return x.astype(np.float32)
+        given = x.astype(np.float32)
+    # NaN of either sign, quiet or not: which one it was is not stored.
+    missing = np.isnan(given)
+    given.view(np.uint32)[missing] = rng.choice([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF], missing.sum())
+    return given
 
 
 def pages(cache: pagoda.Cache, k: Array, v: Array, chunks: list[int], *, of_gpu: bool) -> Array:
@@ -490,6 +494,39 @@ def test_what_does_not_fit_is_refused_where_it_is_checked() -> None:
                 changed[which][7, 1, 9] = bad
                 with pytest.raises(pagoda.InvalidArgument, match="layer 0"), cache.step([cache.create()], [16]) as step:
                     step.append(0, *changed)
+
+
+LARGEST = {
+    "fp8_e4m3": 2.0**127 * (1 - 2.0**-24),
+    "int8": 2.0**127 * (1 - 2.0**-24),
+    "mxfp4": 2.0**127 * (1 - 2.0**-24),
+    "q8_0": 127 * 65504,
+    "q5_0": 16 * 65504,
+    "q4_0": 8 * 65504,
+    "nvfp4": 6 * 448,
+}
+"""The largest numbers that fit: largest code times largest scale, or half of the largest float where that is less."""
+
+
+@pytest.mark.parametrize("name", [*LARGEST, "rotated"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_largest_number_fits_and_the_next_does_not(name: str, device: str) -> None:
+    """Also before a rotation, which takes numbers up to 2^23."""
+    rotated = name == "rotated"
+    largest = np.float32(2.0**23 if rotated else LARGEST[name])
+    _, k, v = rows(4, HEAD)
+    pair = ("int8", "int8") if rotated else (name, name)
+    with cache_on(device, [HEAD], pair, checked=True, center=None, rotate=rotated) as cache:
+        for x in (k, v):
+            for sign in (1, -1):
+                for bad in (False, True):
+                    x[2, 0, 37] = sign * (np.nextafter(largest, np.float32(np.inf)) if bad else largest)
+                    limited = (
+                        pytest.raises(pagoda.InvalidArgument, match="row format") if bad else contextlib.nullcontext()
+                    )
+                    with limited, cache.step([cache.create()], [4]) as step:
+                        step.append(0, k, v)
+            x[2, 0, 37] = 1
 
 
 @pytest.mark.parametrize("pair", [("f32", "q8_0"), ("q5_0", "f32")])
