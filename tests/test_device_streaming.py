@@ -484,7 +484,7 @@ class ClockedStream:
             self.driver.now = max(self.driver.now, at)
 
         at = self.time
-        return SimpleNamespace(time=at, wait=wait)
+        return SimpleNamespace(time=at, wait=wait, done=lambda: at <= self.driver.now)
 
 
 @pytest.mark.parametrize(
@@ -497,6 +497,19 @@ def test_from_how_many_bytes_on_the_ring_is_faster(
     driver: Any = Clocked(in_place, copied)
     monkeypatch.setattr(time, "perf_counter", lambda: driver.now)
     assert thresholds.ring_bytes(driver) == expected
+
+
+@pytest.mark.parametrize(
+    ("in_place", "copied", "expected"),
+    [(25e9, 50e9, 1 << 19), (5e9, 50e9, 1 << 16), (1e9, 50e9, 1 << 14), (50e9, 50e9, 1 << 23)],
+)
+def test_from_how_many_bytes_on_the_copy_engine_is_faster(
+    in_place: float, copied: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of runs at which faster copies make up for their overhead, or twice the largest measured size if none does."""
+    driver: Any = Clocked(in_place, copied)
+    monkeypatch.setattr(time, "perf_counter", lambda: driver.now)
+    assert thresholds.copy_engine_bytes(driver) == expected
 
 
 class EagerCopies(EmulatedDriver):
