@@ -282,12 +282,12 @@ FAR = (1 << 30) + 4096
 """So many bytes apart, the third and the fifth thing lie beyond what 31 and 32 bits count."""
 
 
-@pytest.mark.parametrize("far", [0, 1])
+@pytest.mark.parametrize("head_pitch", [0, 2 * FAR])
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[9], SHAPES[12]], ids=lambda shape: shape.name)
-def test_pages_and_queries_far_apart(shape: Shape, far: int, library: emulator.Library) -> None:
-    """Queries and results of tokens, or of heads."""
-    group = 5 if far else 1
-    world = World(shape, [one(200, 5)], page_size=64, pitch=FAR, far=far, kv_heads=1, group=group, seed=1)
+def test_pages_and_queries_far_apart(shape: Shape, head_pitch: int, library: emulator.Library) -> None:
+    """Queries and results of tokens, or of heads: then one stride alone is beyond 31 bits."""
+    options: dict[str, Any] = {"kv_heads": 1, "group": 3 if head_pitch else 1, "page_size": 64}
+    world = World(shape, [one(200, 5)], pitch=FAR, head_pitch=head_pitch, seed=1, **options)
     assert {2, 4} <= set((world.table.array[0, :4] % (1 << 30)).tolist())
     world.compare(library, 2)
 
@@ -473,13 +473,13 @@ def test_append(formats: tuple[str, str, str], page_size: int, library: emulator
     check_append(formats, page_size, library)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("head_pitch", [0, 2 * FAR])
 @pytest.mark.parametrize("formats", [APPENDS[0], APPENDS[4]], ids="_".join)
 def test_append_rows_far_apart_to_pages_far_apart(
-    formats: tuple[str, str, str], axis: int, library: emulator.Library
+    formats: tuple[str, str, str], head_pitch: int, library: emulator.Library
 ) -> None:
     """Rows of tokens, or of heads."""
-    check_append(formats, 8, library, pitch=FAR // 2, axis=axis)
+    check_append(formats, 8, library, pitch=FAR // 2, head_pitch=head_pitch)
 
 
 BROKEN = {

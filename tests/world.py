@@ -224,9 +224,10 @@ class World:
     query_size: float = 1.0
     """Queries are larger by this factor, which the scale of scores takes back."""
     pitch: int = 0
-    """Bytes from block to block, and along `far` of queries and results, at least. Memory between them is not poisoned."""
-    far: int = 0
-    """An axis of [token, head]."""
+    """Bytes from block to block, and from token to token of queries and results, at least. Memory between them is not
+    poisoned."""
+    head_pitch: int = 0
+    """If not 0, bytes from head to head of queries and results instead of those from token to token."""
     keep: list[Guarded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -281,7 +282,7 @@ class World:
         q_heads = heads * self.group
         q = self.query_size * rng.standard_normal((self.tokens, q_heads, self.shape.dim))
         q = q.astype(DTYPES[self.shape.q])
-        self.q = apart(q.shape, q.dtype, self.pitch, self.far)
+        self.q = apart(q.shape, q.dtype, self.pitch, self.head_pitch)
         self.keep.append(self.q)
         self.q.array[...] = q
         self.sink_logits = self.filled(rng.normal(0, 2, q_heads).astype(np.float32))
@@ -453,7 +454,7 @@ class World:
         """Output and log-sum-exp of the kernel. stretch: tiles that a team adds up at once. stops: tokens at which one launch
         ends and the next continues."""
         heads = self.kv_heads * self.group
-        out = apart((self.tokens, heads, self.shape.v_dim), DTYPES[self.shape.q], self.pitch, self.far)
+        out = apart((self.tokens, heads, self.shape.v_dim), DTYPES[self.shape.q], self.pitch, self.head_pitch)
         self.keep.append(out)
         lse = self.guarded((self.tokens, heads), np.float32)
 
@@ -569,27 +570,30 @@ class World:
         return right
 
 
-def apart(shape: tuple[int, ...], dtype: npt.DTypeLike, pitch: int, axis: int = 0) -> Guarded:
-    """Rows [token, head, element] that lie `pitch` bytes apart along an axis; side by side if that is 0."""
-    if not pitch:
+def apart(shape: tuple[int, int, int], dtype: npt.DTypeLike, pitch: int, head_pitch: int) -> Guarded:
+    """Rows [token, head, element] of heads that lie `head_pitch` bytes apart or, if that is 0, of tokens that lie `pitch`
+    bytes apart; side by side if both are 0."""
+    if not pitch and not head_pitch:
         return Guarded(shape, dtype)
-    first = shape[axis], *(size for number, size in enumerate(shape) if number != axis)
-    memory = Guarded((first[0], pitch), np.uint8, 0)
-    used = memory.array[:, : math.prod(first[1:]) * np.dtype(dtype).itemsize]
-    memory.array = np.moveaxis(used.view(dtype).reshape(first), 0, axis)
+    tokens, heads, size = shape
+    first, second = (heads, tokens) if head_pitch else (tokens, heads)
+    memory = Guarded((first, head_pitch or pitch), np.uint8, 0)
+    used = memory.array[:, : second * size * np.dtype(dtype).itemsize].view(dtype).reshape(first, second, size)
+    memory.array = used.swapaxes(0, 1) if head_pitch else used
     return memory
 
 
 def check_append(
-    formats: tuple[str, str, str], page_size: int, library: emulator.Library, pitch: int = 0, axis: int = 0
+    formats: tuple[str, str, str], page_size: int, library: emulator.Library, pitch: int = 0, head_pitch: int = 0
 ) -> None:
-    """Appends rows to pages in random order, and compares every byte. pitch: bytes from block to block and along an axis of
-    [token, head] at least; those that this adds are not looked at."""
+    """Appends rows to pages in random order, and compares every byte. pitch: bytes from block to block and from token to
+    token at least; those that this adds are not looked at, and numbers of slots are beyond 32 bits. head_pitch: if not 0,
+    bytes from head to head instead of those from token to token."""
     rng = np.random.default_rng(0)
     k_kind, v_kind = formats[:2]
     given = DTYPES[formats[2]]
     quantised = bool(set(formats) & set(QUANTISED))
-    tokens, heads, blocks = 10 if pitch else 37, 9 if axis else 3, 9
+    tokens, heads, blocks = 10 if pitch else 37, 3, 9
     dim, v_dim = (224, 64) if quantised else (40, 24)
     k_plane = Plane.of(k_kind, dim, 32, page_size, heads)
     v_plane = Plane.of(v_kind, v_dim, k_plane.end, page_size, heads)
@@ -599,7 +603,7 @@ def check_append(
     arena = Guarded((blocks, block_bytes), np.uint8, fill)
     # K and V are columns of one array, as from a fused projection, aligned to one element, two or several.
     more = 8 if page_size == 256 else 2 if formats[2] == "F16" else 3
-    fused = apart((tokens, heads, dim + v_dim + more), given, pitch, axis)
+    fused = apart((tokens, heads, dim + v_dim + more), given, pitch, head_pitch)
     with np.errstate(over="ignore"):
         fused.array[...] = (rng.standard_normal(fused.array.shape) * 1000).astype(given)
         fused.array[8, 2] = (1e30 * rng.choice([-1, 1], dim + v_dim + more)).astype(given)
@@ -612,6 +616,10 @@ def check_append(
     slots.array[:] = 1 + rng.permutation(blocks * page_size - 2)[:tokens]
     slots.array[[1, 2]] = 0, blocks * page_size - 1
     slots.array[[0, 9]] = -1
+    places = slots.array.copy()
+    # Blocks before the arena's have no memory.
+    before = (1 << 32) // page_size if pitch else 0
+    slots.array[places >= 0] += before * page_size
     fused.array[[0, 9]] = np.nan
     count = Guarded(1, np.int32)
     count.array[:] = tokens
@@ -627,7 +635,7 @@ def check_append(
         kv_heads=heads,
         head_dim=dim,
         v_head_dim=v_dim,
-        base=arena.address,
+        base=arena.address - before * block_bytes,
         block_bytes=block_bytes,
         page_shift=int(math.log2(page_size)),
         k_plane=k_plane.argument,
@@ -639,7 +647,7 @@ def check_append(
     for array in (arena, fused, slots, misfit):
         array.check()
     right = np.full((blocks, v_plane.end), fill, np.uint8)
-    for token, slot in enumerate(slots.array):
+    for token, slot in enumerate(places):
         for head in range(heads):
             for plane, kind, part in ((k_plane, k_kind, slice(0, dim)), (v_plane, v_kind, slice(dim, dim + v_dim))):
                 row = fused.array[token, head, part].astype(np.float32)
@@ -649,8 +657,8 @@ def check_append(
     if k_kind in DTYPES:
         # NaN may have other bits.
         kind = np.dtype(DTYPES[k_kind])
-        at = k_plane.offset + (page_size + slots.array[3] % page_size) * k_plane.row_bytes + 5 * kind.itemsize
-        place = slots.array[3] // page_size, slice(at, at + kind.itemsize)
+        at = k_plane.offset + (page_size + places[3] % page_size) * k_plane.row_bytes + 5 * kind.itemsize
+        place = places[3] // page_size, slice(at, at + kind.itemsize)
         assert np.isnan(arena.array[place].view(kind)[0])
         right[place] = arena.array[place]
     np.testing.assert_array_equal(arena.array[:, : v_plane.end], right)
