@@ -164,9 +164,9 @@ def test_rows_of_any_length_are_those_of_the_cpu(pair: tuple[str, str], dims: tu
 def test_no_centre_of_few_rows_or_of_numbers_out_of_range(kind: str) -> None:
     """As on the CPU: with fewer than 8 first rows, or an unusable mean, K is never centred."""
     _, k, v = rows(64)
-    infinite, absurd, large = k.copy(), k.copy(), k.copy()
-    infinite[5, 1, 7], absurd[5, 1, 7], large[:40, 1, 7] = np.inf, 1e20, -65536
-    cases = (k, [7, 57], False), (infinite, [40, 24], False), (absurd, [40, 24], False), (large, [40, 24], False)
+    infinite, missing, absurd, large = k.copy(), k.copy(), k.copy(), k.copy()
+    infinite[5, 1, 7], missing[5, 1, 7], absurd[5, 1, 7], large[:40, 1, 7] = np.inf, np.nan, 1e20, -65536
+    cases = (k, [7, 57], False), *((x, [40, 24], False) for x in (infinite, missing, absurd, large))
     for keys, chunks, warm in (*cases, (large, [7, 57], True)):
         held = []
         for device, center in (("cpu", "first"), ("cuda", "first"), ("cuda", None)):
@@ -182,9 +182,10 @@ def test_no_centre_of_few_rows_or_of_numbers_out_of_range(kind: str) -> None:
 
 @pytest.mark.parametrize("place", [(0, 0, 7), (0, 2, 150), (0, 3, 60)])
 def test_no_centre_of_many_elements_of_which_one_is_out_of_range(place: tuple[int, ...], kind: str) -> None:
-    """A thread has one or two of them."""
+    """A thread has one or two of them. The last one stands out, too."""
     shape = layer(num_q_heads=4, num_kv_heads=4, head_dim=192, v_head_dim=64)
     _, k, v = rows(32, shape)
+    k[..., -1] += 20
     k[place] = 1e20
     held = []
     for device, center in (("cpu", "first"), ("cuda", "first"), ("cuda", None)):
@@ -194,13 +195,17 @@ def test_no_centre_of_many_elements_of_which_one_is_out_of_range(place: tuple[in
     np.testing.assert_array_equal(held[0], held[2])
 
 
-@pytest.mark.parametrize("number", [65504, 20])
-def test_a_centre_of_eight_rows_up_to_the_largest(number: float, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "given"), [(65504, np.float32), (65504, np.float16), (20, np.float32), (20, ml_dtypes.bfloat16)]
+)
+def test_a_centre_of_eight_rows_up_to_the_largest(number: float, given: Any, kind: str) -> None:
     """It equals a given centre of the elements that stand out; alternating 1 and 3 just does."""
     _, k, v = rows(64)
     k[..., 7] = number
     k[::2, :, 9], k[1::2, :, 9] = 1, 3
     k[::2, :, 10], k[1::2, :, 10] = 1, 3.01
+    k, v = k.astype(given), v.astype(given)
+    assert [*center_of(k[:8])[1, [7, 9, 10]]] == [number, 2, 0]
     held = []
     for device, center in (("cpu", "first"), ("cuda", "first"), ("cpu", [center_of(k[:8])])):
         with cache_on(device, [SHAPE], PAIRS[0], center=center, rotate=False) as cache:
