@@ -587,8 +587,8 @@ def check_append(
     formats: tuple[str, str, str], page_size: int, library: emulator.Library, pitch: int = 0, head_pitch: int = 0
 ) -> None:
     """Appends rows to pages in random order, and compares every byte. pitch: bytes from block to block and from token to
-    token at least; those that this adds are not looked at, and numbers of slots are beyond 32 bits. head_pitch: if not 0,
-    bytes from head to head instead of those from token to token."""
+    token at least; those that this adds are not looked at. Numbers of slots and offsets in blocks are beyond 32 bits then.
+    head_pitch: if not 0, bytes from head to head instead of those from token to token."""
     rng = np.random.default_rng(0)
     k_kind, v_kind = formats[:2]
     given = DTYPES[formats[2]]
@@ -617,8 +617,8 @@ def check_append(
     slots.array[[1, 2]] = 0, blocks * page_size - 1
     slots.array[[0, 9]] = -1
     places = slots.array.copy()
-    # Blocks before the arena's have no memory.
-    before = (1 << 32) // page_size if pitch else 0
+    # Blocks before the arena's have no memory, nor has the beginning of each block.
+    before, lead = ((1 << 32) // page_size, 1 << 33) if pitch else (0, 0)
     slots.array[places >= 0] += before * page_size
     fused.array[[0, 9]] = np.nan
     count = Guarded(1, np.int32)
@@ -635,13 +635,15 @@ def check_append(
         kv_heads=heads,
         head_dim=dim,
         v_head_dim=v_dim,
-        base=arena.address - before * block_bytes,
+        base=arena.address - before * block_bytes - lead,
         block_bytes=block_bytes,
         page_shift=int(math.log2(page_size)),
         k_plane=k_plane.argument,
         v_plane=v_plane.argument,
         misfit=misfit.address,
     )
+    for strip in (call.k_plane.rows, call.k_plane.scales, call.v_plane.rows, call.v_plane.scales):
+        strip.offset += lead
     # Of the warps that write rows each has one head of K or V, or four share it.
     library.launch("_".join(formats), 3 if page_size == 8 and not pitch else 9, 96, call)
     for array in (arena, fused, slots, misfit):
