@@ -426,10 +426,12 @@ def test_neighbours_are_copied_in_one(engine_bytes: int, piece_bytes: int, monke
             assert np.array(listed).reshape(-1, 3).tolist() == pieces
 
 
-def test_long_runs_arrive_by_the_kernel() -> None:
+@pytest.mark.parametrize("rest", [48, 16 * 300])
+def test_long_runs_arrive_by_the_kernel(rest: int) -> None:
+    """And nothing behind them. The last piece ends before the first word of some threads, or before the second."""
     driver = EmulatedDriver()
     driver.copy_engine_bytes = 1 << 62
-    size = 2 * mover.PIECE_BYTES + 48
+    size = 2 * mover.PIECE_BYTES + rest
     source, target, stream = driver.memory(4 * size), driver.memory(4 * size), driver.stream()
     source.array[:] = np.random.default_rng(0).integers(1, 256, 4 * size)
     places = np.array([[0, 2], [2, 0]], np.uint64) * np.uint64(size)
