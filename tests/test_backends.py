@@ -57,7 +57,7 @@ def test_weights_have_been_read_when_the_cpu_goes_on(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("count", [1, 31, 32, 8 * 64 - 1, 8 * 64, 20 * 64 + 5])
 def test_the_kernel_reads_every_word(count: int) -> None:
-    """A thread reports the one nonzero word, wherever it is, and none reads past the end."""
+    """A thread reports the one nonzero word, wherever it is, and none reads past the end, or what another reads."""
     emulator.require()
     driver = EmulatedDriver()
     stream = driver.stream()
@@ -73,6 +73,9 @@ def test_the_kernel_reads_every_word(count: int) -> None:
         stream.record().wait()
         assert seen[0] == 4711
         words[place] = 0
+    if count > 32:
+        # The words of two threads: only who reads both has what is sought.
+        words[0], words[4 * 32] = 1, 4711 ^ 1
     stream.launch(instances.READ, 2, 32, arguments.Read(memory.address, count, found.address, 4711))
     seen[:] = 0
     stream.record().wait()
