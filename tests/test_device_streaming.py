@@ -442,24 +442,31 @@ def test_no_copy_crosses_a_border_between_pieces_of_pinned_memory(monkeypatch: p
 class Clocked:
     """A driver that simulates the time of work without doing it. in_place, copied: bytes a second."""
 
-    multiprocessors = 4
+    multiprocessors = 3
     launch_seconds, copy_seconds = 5e-6, 8e-6
 
     def __init__(self, in_place: float, copied: float) -> None:
         self.in_place, self.copied = in_place, copied
         self.now = 0.0
         self.lists: list[Array] = []
+        self.ranges: list[tuple[int, int]] = []
 
     def memory(self, size: int) -> Any:
+        self.ranges.append((1 << 60, (1 << 60) + size))
         return SimpleNamespace(address=1 << 60)
 
     def pinned(self, size: int) -> Any:
         array = np.zeros(size, np.uint8)
         self.lists.append(array)
+        self.ranges.append((array.ctypes.data, array.ctypes.data + size))
         return SimpleNamespace(address=array.ctypes.data, array=array)
 
     def stream(self) -> ClockedStream:
         return ClockedStream(self)
+
+    def require(self, address: int, size: int) -> None:
+        """Fails unless all of these bytes are of memory that was handed out."""
+        assert any(start <= address and address + size <= end for start, end in self.ranges)
 
 
 class ClockedStream:
@@ -469,10 +476,16 @@ class ClockedStream:
         self.driver, self.time = driver, 0.0
 
     def copy(self, target: int, source: int, size: int) -> None:
+        self.driver.require(source, size)
+        self.driver.require(target, size)
         self.time = max(self.time, self.driver.now) + self.driver.copy_seconds + size / self.driver.copied
 
     def launch(self, kernel: Any, grid: int, threads: int, call: Any) -> None:
         runs = np.ctypeslib.as_array((ctypes.c_uint64 * (3 * call.count)).from_address(call.runs)).reshape(-1, 3)
+        assert not (runs % 16).any()
+        for source, target, size in runs.tolist():
+            self.driver.require(source, size)
+            self.driver.require(target, size)
         rate = self.driver.in_place if runs[0, 0] < 1 << 59 else 3e12
         self.time = max(self.time, self.driver.now) + self.driver.launch_seconds + int(runs[:, 2].sum()) / rate
 
