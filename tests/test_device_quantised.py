@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -101,12 +101,17 @@ def odd_rows(tokens: int, dim: int) -> Array:
     return given
 
 
-def pages(cache: pagoda.Cache, k: Array, v: Array, chunks: list[int], *, of_gpu: bool) -> Array:
-    """The bytes of a sequence's pages after appending it in chunks; tokens fill whole pages."""
+def pages(
+    cache: pagoda.Cache, k: Array, v: Array, chunks: list[int], *, of_gpu: bool, others: Sequence[Array] = ()
+) -> Array:
+    """The bytes of a sequence's pages after appending it in chunks; tokens fill whole pages. others: the rows of K of further
+    layers, which are those of V, too."""
     sequence, start = cache.create(), 0
     for chunk in chunks:
         with cache.step([sequence], [chunk]) as step:
             step.append(0, k[start : start + chunk], v[start : start + chunk])
+            for index, rows in enumerate(others, 1):
+                step.append(index, *[rows[start : start + chunk]] * 2)
             pointers, size = step.table(0).pointers[0], cache.stats().block_bytes[0]
             start += chunk
     if cache._device is not None:
@@ -212,6 +217,25 @@ def test_a_centre_of_eight_rows_up_to_the_largest(number: float, given: Any, kin
             held.append(pages(cache, k, v, [8, 56], of_gpu=(device, kind) == ("cuda", "cuda")))
     np.testing.assert_array_equal(held[0], held[1])
     np.testing.assert_array_equal(held[0], held[2])
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_each_layer_has_a_centre_of_its_own(given: bool, kind: str) -> None:
+    """Layers of any sizes: each is centred by its own rows, or by what was given for it."""
+    shapes = [
+        SHAPE,
+        layer(num_q_heads=2, num_kv_heads=1, head_dim=64),
+        layer(num_q_heads=3, num_kv_heads=3, head_dim=128),
+    ]
+    (_, k, v), *others = (rows(64, shape, seed) for seed, shape in enumerate(shapes))
+    more = [other[1] - 7 for other in others]
+    center: Any = [center_of(x[:40]) for x in (k, *more)] if given else "first"
+    held = []
+    for device in ("cpu", "cuda"):
+        with cache_on(device, shapes, ("q8_0", "q8_0"), center=center, rotate=False) as cache:
+            of_gpu = (device, kind) == ("cuda", "cuda")
+            held.append(pages(cache, k, v, [40, 24], of_gpu=of_gpu, others=more))
+    np.testing.assert_array_equal(held[0], held[1])
 
 
 def test_a_centre_below_all_normal_numbers(kind: str) -> None:
