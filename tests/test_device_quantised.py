@@ -305,6 +305,29 @@ def test_few_rows_take_a_part_of_the_centre_before(size: float, kind: str) -> No
     np.testing.assert_array_equal(held[0], held[2])
 
 
+def test_rows_that_are_refused_leave_the_centre_before(kind: str) -> None:
+    """Few rows that come next take their part of it."""
+    _, k, v = rows(64)
+    other, spoilt = rows(40, seed=1)[1], rows(40, seed=2)[1] - 30
+    spoilt[9, 1, 5] = np.nan
+    center = kept_of(center_of(other).astype(np.float32), k[:5])
+    assert [list(np.flatnonzero(head)) for head in center] == [[3, 40]] * 2
+    held = []
+    for device, choice in (("cpu", "first"), ("cuda", "first"), ("cpu", [center])):
+        options: dict[str, Any] = {"center": choice, "rotate": False, "checked": True}
+        with cache_on(device, [SHAPE], ("int8", "int8"), **options) as cache:
+            if choice == "first":
+                with cache.create() as scratch, cache.step([scratch], [40]) as step:
+                    step.append(0, other, v[:40])
+                with cache.create() as scratch, cache.step([scratch], [40]) as step:
+                    with pytest.raises(pagoda.InvalidArgument, match="row format"):
+                        step.append(0, spoilt, v[:40])
+                    step.rollback()
+            held.append(pages(cache, k, v, [5, 59], of_gpu=(device, kind) == ("cuda", "cuda")))
+    np.testing.assert_array_equal(held[0], held[1])
+    np.testing.assert_array_equal(held[0], held[2])
+
+
 HEAD = layer(num_q_heads=2, num_kv_heads=1, head_dim=64)
 
 
