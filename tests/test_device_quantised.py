@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -32,13 +32,22 @@ SHAPE = layer(num_q_heads=4, num_kv_heads=2, head_dim=96, v_head_dim=64)
 
 
 @pytest.fixture(autouse=True)
-def kind(request: pytest.FixtureRequest, _device: None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kind of device that "cuda" is."""
+def kind(request: pytest.FixtureRequest, _device: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kind of device that "cuda" is. Nothing may be written beyond memory of an emulated one."""
     kind = str(request.config.getoption("--device"))
     if kind != "cpu":
-        return kind
-    monkeypatch.setattr(cuda, "open_driver", EmulatedDriver)
-    return "emulated"
+        yield kind
+        return
+    drivers: list[EmulatedDriver] = []
+
+    def open_driver(*given: Any) -> EmulatedDriver:
+        drivers.append(EmulatedDriver(*given))
+        return drivers[-1]
+
+    monkeypatch.setattr(cuda, "open_driver", open_driver)
+    yield "emulated"
+    for driver in drivers:
+        driver.check()
 
 
 def bytes_at(address: int, size: int, *, of_gpu: bool) -> npt.NDArray[np.uint8]:
