@@ -225,6 +225,20 @@ def test_scratch_memory_is_enough_for_layers_of_every_kind(
         driver.check()
 
 
+def test_scratch_memory_has_a_counter_for_each_head_of_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thread blocks share the last of them. So many do not fit what any memory is rounded up to."""
+    driver = install_driver(monkeypatch, EmulatedDriver())
+    grow_exactly(monkeypatch)
+    spec = pagoda.ModelSpec(layers=[layer(num_q_heads=16, num_kv_heads=16)])
+    with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="4MiB", host_memory=0) as cache:
+        mirror = Mirror(cache)
+        batch = [mirror.create() for _ in range(16)]
+        # Two tiles each, so that a share may end between them.
+        mirror.step(batch, [70] * 16)
+        mirror.step(batch, [1] * 16)
+        driver.check()
+
+
 @pytest.mark.parametrize("new_tokens", [4, 12])
 def test_scratch_memory_is_enough_for_pages_in_common(new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the case that needs the most: no longer prompt came before, and each sequence has several queries."""
