@@ -273,6 +273,19 @@ def test_tables_grow_and_uploads_with_them(monkeypatch: pytest.MonkeyPatch) -> N
         driver.check()
 
 
+def test_a_work_list_has_room_for_its_end_behind_64_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 64 numbers of 4 bytes fill the 256 that pieces of tables are aligned to."""
+    install_driver(monkeypatch, EmulatedDriver())
+    spec = pagoda.ModelSpec(layers=[layer()])
+    with pagoda.Cache(spec, device="cuda", page_size=16, device_memory="2MiB", host_memory=0) as cache:
+        assert cache._device is not None
+        mirror = Mirror(cache)
+        mirror.step([mirror.create() for _ in range(64)], [1] * 64)
+        lists = [work.own for work in cache._device._tables.works.values() if work.blocks_max == 64]
+        assert lists
+        assert all(own.totals - own.prefix >= 4 * 65 for own in lists)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_heads_that_no_unit_has_room_for_are_cut_into_sets(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
