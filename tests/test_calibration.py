@@ -388,10 +388,11 @@ def test_rates_of_ways_that_share_a_link(clock: Callable[[Clocked], None]) -> No
     """Each transfer waits for all earlier ones, as on one link: together they carry as much as one alone."""
     driver: Any = Watched(45e9, 50e9)
     clock(driver)
-    stream, host, size = driver.stream(), driver.pinned(64), 64 << 20
+    size = 64 << 20
+    stream, host, device = driver.stream(), driver.pinned(size), driver.memory(size)
 
     def begin() -> Any:
-        stream.copy(1 << 60, host.address, size)
+        stream.copy(device.address, host.address, size)
         return stream.record()
 
     alone = gpu.at_once({"one": gpu.Way(begin, size)})
