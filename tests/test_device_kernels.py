@@ -185,7 +185,7 @@ def test_queries_next_to_nothing(shape: Shape, library: emulator.Library) -> Non
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], SHAPES[23], FROM_V[0]], ids=lambda shape: shape.name)
-@pytest.mark.parametrize("size", [2.0**-56, 2.0**24])
+@pytest.mark.parametrize("size", [2.0**-56, 2.0**-24, 2.0**24])
 def test_queries_of_any_size(shape: Shape, size: float, library: emulator.Library) -> None:
     """Float queries that no f16 is as small or as large as."""
     World(shape, [one(17, 2), one(70)], query_size=size).compare(library, 3)
@@ -286,8 +286,8 @@ FAR = (1 << 30) + 4096
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[9], SHAPES[12]], ids=lambda shape: shape.name)
 def test_pages_and_queries_far_apart(shape: Shape, head_pitch: int, library: emulator.Library) -> None:
     """Queries and results of tokens, or of heads: then one stride alone is beyond 31 bits."""
-    options: dict[str, Any] = {"kv_heads": 1, "group": 3 if head_pitch else 1, "page_size": 64}
-    world = World(shape, [one(200, 5)], pitch=FAR, head_pitch=head_pitch, seed=1, **options)
+    group = 3 if head_pitch else 1
+    world = World(shape, [one(200, 5)], page_size=64, pitch=FAR, head_pitch=head_pitch, kv_heads=1, group=group, seed=1)
     assert {2, 4} <= set((world.table.array[0, :4] % (1 << 30)).tolist())
     world.compare(library, 2)
 
@@ -468,7 +468,7 @@ def test_whole_units(grid: int, library: emulator.Library) -> None:
 
 
 @pytest.mark.parametrize("formats", APPENDS, ids="_".join)
-@pytest.mark.parametrize("page_size", [8, 256])
+@pytest.mark.parametrize("page_size", [8, 64, 256])
 def test_append(formats: tuple[str, str, str], page_size: int, library: emulator.Library) -> None:
     check_append(formats, page_size, library)
 

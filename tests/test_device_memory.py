@@ -400,10 +400,12 @@ def test_lists_for_the_kernel_that_copies_do_not_pile_up() -> None:
         arrived(runs)
     assert driver.allocations == before
     for turn in range(8):
+        if turn == 4:
+            before = driver.allocations
         copied(50)
-        copied(40 - turn, 50)
+        copied(30, 50)
+        copied(10 - turn, 80)
         arrived(90 - turn)
-        before = driver.allocations if turn < 4 else before
     assert driver.allocations == before
 
 

@@ -68,7 +68,7 @@ def test_teams_that_go_on_with_their_queries_have_their_own_pads() -> None:
 def test_append(arch: str) -> None:
     library = compiled([], APPENDS, ptx.compile, arch=arch)
     for formats in APPENDS:
-        for page_size in (8, 256):
+        for page_size in (8, 64, 256):
             check_append(formats, page_size, library)
 
 

@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import pagoda
 import pytest
-from emulator.driver import EmulatedDriver
+from emulator.driver import EmulatedDriver, install_driver
 from mirror import INTEGER_ISAS, center_of, kept_of, layer
 from pagoda import formats
 from pagoda.attention.reference import attention
-from pagoda.device import cuda
 from pagoda.kernels import instances
 
 Array = npt.NDArray[Any]
@@ -38,16 +37,9 @@ def kind(request: pytest.FixtureRequest, _device: None, monkeypatch: pytest.Monk
     if kind != "cpu":
         yield kind
         return
-    drivers: list[EmulatedDriver] = []
-
-    def open_driver(*given: Any) -> EmulatedDriver:
-        drivers.append(EmulatedDriver(*given))
-        return drivers[-1]
-
-    monkeypatch.setattr(cuda, "open_driver", open_driver)
+    driver = install_driver(monkeypatch, EmulatedDriver())
     yield "emulated"
-    for driver in drivers:
-        driver.check()
+    driver.check()
 
 
 def bytes_at(address: int, size: int, *, of_gpu: bool) -> npt.NDArray[np.uint8]:
@@ -116,11 +108,11 @@ def pages(
     """The bytes of a sequence's pages after appending it in chunks; tokens fill whole pages. others: the rows of K of further
     layers, which are those of V, too."""
     sequence, start = cache.create(), 0
+    layers = [(k, v), *((other, other) for other in others)]
     for chunk in chunks:
         with cache.step([sequence], [chunk]) as step:
-            step.append(0, k[start : start + chunk], v[start : start + chunk])
-            for index, rows in enumerate(others, 1):
-                step.append(index, *[rows[start : start + chunk]] * 2)
+            for index, (keys, values) in enumerate(layers):
+                step.append(index, keys[start : start + chunk], values[start : start + chunk])
             pointers, size = step.table(0).pointers[0], cache.stats().block_bytes[0]
             start += chunk
     if cache._device is not None:
@@ -557,27 +549,27 @@ def test_what_does_not_fit_is_refused_where_it_is_checked() -> None:
                     step.append(0, *changed)
 
 
-LARGEST = {
-    "fp8_e4m3": 2.0**127 * (1 - 2.0**-24),
-    "int8": 2.0**127 * (1 - 2.0**-24),
-    "mxfp4": 2.0**127 * (1 - 2.0**-24),
-    "q8_0": 127 * 65504,
-    "q5_0": 16 * 65504,
-    "q4_0": 8 * 65504,
-    "nvfp4": 6 * 448,
-}
-"""The largest numbers that fit: largest code times largest scale, or half of the largest float where that is less."""
+HALF = float(np.finfo(np.float32).max) / 2
+LARGEST = [
+    ("fp8_e4m3", False, HALF),
+    ("int8", False, HALF),
+    ("mxfp4", False, HALF),
+    ("q8_0", False, 127 * 65504),
+    ("q5_0", False, 16 * 65504),
+    ("q4_0", False, 8 * 65504),
+    ("nvfp4", False, 6 * 448),
+    ("int8", True, 2**23),
+]
+"""The largest numbers that fit: largest code times largest scale, or half of the largest float where that is less. Those that
+are rotated go up to 2^23."""
 
 
-@pytest.mark.parametrize("name", [*LARGEST, "rotated"])
+@pytest.mark.parametrize(("name", "rotate", "number"), LARGEST)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_largest_number_fits_and_the_next_does_not(name: str, device: str) -> None:
-    """Also before a rotation, which takes numbers up to 2^23."""
-    rotated = name == "rotated"
-    largest = np.float32(2.0**23 if rotated else LARGEST[name])
+def test_the_largest_number_fits_and_the_next_does_not(name: str, rotate: bool, number: float, device: str) -> None:
+    largest = np.float32(number)
     _, k, v = rows(4, HEAD)
-    pair = ("int8", "int8") if rotated else (name, name)
-    with cache_on(device, [HEAD], pair, checked=True, center=None, rotate=rotated) as cache:
+    with cache_on(device, [HEAD], (name, name), checked=True, center=None, rotate=rotate) as cache:
         for x in (k, v):
             for sign in (1, -1):
                 for bad in (False, True):

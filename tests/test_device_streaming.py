@@ -22,7 +22,7 @@ import pytest
 from emulator.driver import CallerStream, EmulatedDriver, Stream, install_driver
 from mirror import Mirror, Tokens, layer
 from pagoda.device import ring, thresholds
-from pagoda.device.driver import Event
+from pagoda.device.driver import Driver, Event
 from pagoda.device.engine import DeviceEngine
 from pagoda.device.ring import Ring, RingSlots, Slot, ring_slots
 from pagoda.device.streaming import Streams, Traffic
@@ -464,9 +464,10 @@ class Clocked:
     def stream(self) -> ClockedStream:
         return ClockedStream(self)
 
-    def require(self, address: int, size: int) -> None:
-        """Fails unless all of these bytes are of memory that was handed out."""
-        assert any(start <= address and address + size <= end for start, end in self.ranges)
+    def require(self, size: int, *addresses: int) -> None:
+        """Fails unless so many bytes at each address are of memory that was handed out."""
+        for address in addresses:
+            assert any(start <= address and address + size <= end for start, end in self.ranges)
 
 
 class ClockedStream:
@@ -476,16 +477,14 @@ class ClockedStream:
         self.driver, self.time = driver, 0.0
 
     def copy(self, target: int, source: int, size: int) -> None:
-        self.driver.require(source, size)
-        self.driver.require(target, size)
+        self.driver.require(size, source, target)
         self.time = max(self.time, self.driver.now) + self.driver.copy_seconds + size / self.driver.copied
 
     def launch(self, kernel: Any, grid: int, threads: int, call: Any) -> None:
         runs = np.ctypeslib.as_array((ctypes.c_uint64 * (3 * call.count)).from_address(call.runs)).reshape(-1, 3)
         assert not (runs % 16).any()
         for source, target, size in runs.tolist():
-            self.driver.require(source, size)
-            self.driver.require(target, size)
+            self.driver.require(size, source, target)
         rate = self.driver.in_place if runs[0, 0] < 1 << 59 else 3e12
         self.time = max(self.time, self.driver.now) + self.driver.launch_seconds + int(runs[:, 2].sum()) / rate
 
@@ -501,28 +500,29 @@ class ClockedStream:
 
 
 @pytest.mark.parametrize(
-    ("in_place", "copied", "expected"), [(45e9, 50e9, 1 << 21), (5e9, 50e9, 1 << 16), (50e9, 25e9, 1 << 23)]
+    ("threshold", "in_place", "copied", "expected"),
+    [
+        (thresholds.ring_bytes, 45e9, 50e9, 1 << 21),
+        (thresholds.ring_bytes, 5e9, 50e9, 1 << 16),
+        (thresholds.ring_bytes, 50e9, 25e9, 1 << 23),
+        (thresholds.copy_engine_bytes, 25e9, 50e9, 1 << 19),
+        (thresholds.copy_engine_bytes, 5e9, 50e9, 1 << 16),
+        (thresholds.copy_engine_bytes, 1e9, 50e9, 1 << 14),
+        (thresholds.copy_engine_bytes, 50e9, 50e9, 1 << 23),
+    ],
 )
-def test_from_how_many_bytes_on_the_ring_is_faster(
-    in_place: float, copied: float, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_from_how_many_bytes_on_copies_are_faster(
+    threshold: Callable[[Driver], int],
+    in_place: float,
+    copied: float,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The size at which faster copies make up for their overhead, or twice the largest measured size if none does."""
+    """Of a layer through the ring, of runs by the copy engine: the size at which faster copies make up for their overhead, or
+    twice the largest measured size if none does."""
     driver: Any = Clocked(in_place, copied)
     monkeypatch.setattr(time, "perf_counter", lambda: driver.now)
-    assert thresholds.ring_bytes(driver) == expected
-
-
-@pytest.mark.parametrize(
-    ("in_place", "copied", "expected"),
-    [(25e9, 50e9, 1 << 19), (5e9, 50e9, 1 << 16), (1e9, 50e9, 1 << 14), (50e9, 50e9, 1 << 23)],
-)
-def test_from_how_many_bytes_on_the_copy_engine_is_faster(
-    in_place: float, copied: float, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The size of runs at which faster copies make up for their overhead, or twice the largest measured size if none does."""
-    driver: Any = Clocked(in_place, copied)
-    monkeypatch.setattr(time, "perf_counter", lambda: driver.now)
-    assert thresholds.copy_engine_bytes(driver) == expected
+    assert threshold(driver) == expected
 
 
 class EagerCopies(EmulatedDriver):

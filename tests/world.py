@@ -602,7 +602,7 @@ def check_append(
     fill = 0 if pitch else emulator.POISON
     arena = Guarded((blocks, block_bytes), np.uint8, fill)
     # K and V are columns of one array, as from a fused projection, aligned to one element, two or several.
-    more = 8 if page_size == 256 else 2 if formats[2] == "F16" else 3
+    more = 8 if page_size > 8 else 2 if formats[2] == "F16" else 3
     fused = apart((tokens, heads, dim + v_dim + more), given, pitch, head_pitch)
     with np.errstate(over="ignore"):
         fused.array[...] = (rng.standard_normal(fused.array.shape) * 1000).astype(given)
